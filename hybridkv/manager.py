@@ -1,0 +1,344 @@
+"""The group manager: prefix look-up over all groups, all-or-nothing reservation, publication.
+
+The life of a request: `open` finds and holds the longest prefix every group can resume after; `reserve` takes pages
+for the next tokens in all groups or changes nothing; the forward pass runs; `commit` publishes what is complete and
+lets go of what slid out; `close` keeps the end of the generation as a resume point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hybridkv import audit, publication, reservation
+from hybridkv.config import parse_bytes
+from hybridkv.entries import LayerGroup
+from hybridkv.errors import ConfigError, EmptyPrompt, RequestError, UsageError
+from hybridkv.hashing import Adapter, Image, Salt, chain_seed, digest_size, image_extras, layout_identity, unit_digests
+from hybridkv.layout import plan_layout
+from hybridkv.ledger import Ledger
+from hybridkv.lookup import hold_prefix, release_pages, resumable_units
+from hybridkv.pool import PageCopy
+from hybridkv.retention import policy_named
+from hybridkv.sequence import Sequence, StatePages, TokenPages, as_tokens
+
+
+class GroupManager:
+    """Pages for every layer group of one model, from one pool. Integers only; it touches no tensor."""
+
+    def __init__(
+        self,
+        groups: Seq[LayerGroup],
+        pool_bytes: int | str,
+        *,
+        unit_tokens: int = 16,
+        hash: str = "sha256",
+        policy: str = "lru",
+        checkpoint_interval: int | None = 4096,
+        decode_checkpoint_interval: int | None = 64,
+        model: str = "",
+    ) -> None:
+        """Plan the pool.
+
+        Args:
+            groups: from `layer_groups` or `group_entries`. State groups may be split by layers: use `self.groups`.
+            pool_bytes: the budget, an int or "16GiB".
+            unit_tokens: hash granularity; every boundary is a multiple of it.
+            hash: "sha256", or "xxh3_128", whose collisions return another prompt's cache.
+            policy: "lru" or "cost": which resume point is lost first.
+            checkpoint_interval: tokens between resume points made inside a long prompt, rounded up to boundaries; None
+                for none.
+            decode_checkpoint_interval: tokens between copies of a decoding request's states; None for none.
+            model: identity of the weights; requests of different models never share.
+
+        Raises:
+            ConfigError: a setting that cannot work.
+            PoolTooSmall: no room for one slab per group.
+        """
+        digest_size(hash)
+        self.layout = plan_layout(groups, parse_bytes(pool_bytes), unit_tokens)
+        self.groups = self.layout.groups
+        self.unit_tokens = unit_tokens
+        step = self.layout.boundary_tokens
+        self.checkpoint_interval = _interval("checkpoint_interval", checkpoint_interval, step)
+        self.decode_checkpoint_interval = _interval("decode_checkpoint_interval", decode_checkpoint_interval, step)
+        self.hash = hash
+        self._model = model
+        self._identity = layout_identity(self.groups)
+        self._ledger = Ledger(self.layout, policy_named(policy))
+        self._open: dict[int, Sequence] = {}
+        self._next_id = 0
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that are open."""
+        return tuple(self._open.values())
+
+    def open(
+        self,
+        token_ids: ArrayLike,
+        *,
+        salt: Salt | None = None,
+        adapter: Adapter | None = None,
+        images: Iterable[Image] = (),
+        breakpoints: Iterable[int] = (),
+    ) -> Sequence:
+        """Start a request: find the prefix hit and hold its pages. `seq.hit_tokens` says how long it is.
+
+        Args:
+            token_ids: the prompt, at least one token, each id in [0, 2**32).
+            salt: requests share cache only with requests of the same salt.
+            adapter: LoRA adapter, a name or (name, revision); also part of the key.
+            images: (token offset, content digest) of multimodal input.
+            breakpoints: prefix lengths in tokens at which another prompt is likely to part from this one, such as
+                the end of the system prompt; a resume point is made at each, rounded down to a boundary.
+
+        Raises:
+            EmptyPrompt, TokenOutOfRange, RequestError: the request can never be served as it is.
+        """
+        ids = np.asarray(token_ids)
+        if ids.size == 0:
+            raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
+        unit = self.unit_tokens
+        seed = chain_seed(
+            algorithm=self.hash,
+            model=self._model,
+            groups=self._identity,
+            unit_tokens=unit,
+            adapter=adapter,
+            salt=salt,
+        )
+        extras = image_extras(images, unit)
+        units = len(ids) // unit
+        breakpoints = _checked_breakpoints(breakpoints, len(ids))
+        digests = unit_digests(seed, ids[: units * unit], unit, extras, self.hash)
+        last = (len(ids) - 1) // unit
+        index = self._ledger.index
+        matched = index.match(digests)
+        rows = index.chain(index.row(digests[matched - 1])) if matched else np.zeros(0, np.int64)
+        hit = resumable_units(self.layout, index, rows, min(matched, last))
+
+        seq = Sequence(self._next_id, as_tokens(ids), seed, len(self.groups))
+        self._next_id += 1
+        seq.extras, seq.digests = extras, digests
+        hold_prefix(self._ledger, seq, rows[:hit])
+        seq.hit_tokens = seq.length
+        wanted = {len(ids) - 1, matched * unit, *breakpoints}
+        if self.checkpoint_interval:
+            wanted.update(range(self.checkpoint_interval, len(ids) - 1, self.checkpoint_interval))
+        seq.plan = _boundaries(wanted, self.layout.boundary_tokens, seq.length)
+        self._open[seq.id] = seq
+        return seq
+
+    def reserve(self, seq: Sequence, n: int) -> None:
+        """Take pages for the next `n` tokens in every group.
+
+        Raises:
+            OutOfPages: they do not fit beside what other running requests hold; nothing was changed.
+            UsageError: a closed sequence, or `n` below 1.
+        """
+        self._require_open(seq)
+        if n < 1:
+            raise UsageError(f"reserve at least 1 token, got {n}")
+        reservation.reserve(self._ledger, self._open, [(seq, n)])
+        seq.reserved = n
+
+    def reserve_decode(self, seqs: Seq[Sequence]) -> None:
+        """Take pages for one more token of each of these distinct sequences.
+
+        Raises:
+            OutOfPages: they do not all fit; nothing was changed for any of them.
+        """
+        short = [seq for seq in seqs if seq.length >= seq.capacity]
+        if short:
+            for seq in short:
+                self._require_open(seq)
+            reservation.reserve(self._ledger, self._open, [(seq, 1) for seq in short])
+        for seq in seqs:
+            seq.reserved = 1
+
+    def commit(self, seq: Sequence, n: int, token_ids: ArrayLike | None = None) -> None:
+        """The next `n` tokens are computed: publish full pages and checkpoints, release what slid out.
+
+        Args:
+            seq: the sequence that was reserved for.
+            n: at most what was reserved; exactly that where the model has states, which cannot go back.
+            token_ids: the ids of the tokens past those known so far.
+
+        Raises:
+            UsageError: more than was reserved, less where there are states, or ids missing or too many.
+        """
+        self._require_open(seq)
+        if not 0 < n <= seq.reserved:
+            raise UsageError(f"cannot commit {n} tokens: {seq.reserved} are reserved")
+        if n < seq.reserved and any(group.is_state for group in self.groups):
+            raise UsageError(
+                f"cannot commit {n} of {seq.reserved} reserved tokens: the states have advanced past them; "
+                "close the sequence without caching, or reserve what you commit"
+            )
+        fresh = max(seq.length + n - seq.known, 0)
+        given = np.zeros(0, np.uint32) if token_ids is None else np.atleast_1d(np.asarray(token_ids))
+        if len(given) != fresh:
+            raise UsageError(
+                f"commit needs the ids of {fresh} new tokens, got {len(given)}: {seq.known} tokens are known and "
+                f"{seq.length + n} will be computed"
+            )
+        if fresh:
+            seq.tokens.extend(as_tokens(given))
+        self._advance(seq, n)
+        if n > 1:
+            reservation.sweep(self._ledger, seq)
+
+    def commit_decode(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
+        """One token of each sequence is computed; `token_ids[i]` is the token sequence i was fed.
+
+        Raises:
+            UsageError: a sequence without a reservation, or lists of different lengths.
+        """
+        if len(seqs) != len(token_ids):
+            raise UsageError(f"got {len(token_ids)} token ids for {len(seqs)} sequences")
+        unit = self.unit_tokens
+        for seq, token in zip(seqs, token_ids, strict=True):
+            if not seq.reserved:
+                raise UsageError(f"{seq!r} has no reservation to commit")
+            if len(seq.tokens) == seq.length:
+                seq.tokens.append(token)
+            if (seq.length + 1) % unit:
+                seq.length += 1
+                seq.reserved = 0
+            else:
+                self._advance(seq, 1)
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A second sequence with the same tokens; pages are shared until one of the two writes to them.
+
+        Raises:
+            UsageError: between a reservation and its commit, or on a closed sequence.
+        """
+        self._require_open(seq)
+        if seq.reserved:
+            raise UsageError(f"cannot fork {seq!r} between a reservation and its commit")
+        child = publication.fork(self._ledger, seq, self._next_id)
+        self._next_id += 1
+        self._open[child.id] = child
+        return child
+
+    def truncate(self, seq: Sequence, n: int) -> int:
+        """Go back to `n` tokens, or to the longest shorter prefix every group can still resume after.
+
+        Token groups go back exactly while they hold the pages; states only to a checkpoint. Tokens up to `n` stay
+        known, so what lies between is recomputed by the next `reserve` and `commit`.
+
+        Returns:
+            The new length, at most `n`.
+
+        Raises:
+            UsageError: `n` is negative or past the computed length.
+        """
+        self._require_open(seq)
+        if not 0 <= n <= seq.length:
+            raise UsageError(f"cannot truncate to {n} tokens: {seq.length} are computed")
+        return publication.truncate(self._ledger, seq, n)
+
+    def close(self, seq: Sequence, cache: bool = True) -> None:
+        """End a request. With `cache`, its end becomes a resume point; without, what only it made is freed.
+
+        Closing with an open reservation is safe: nothing of the unfinished step is published.
+        """
+        self._require_open(seq)
+        if cache:
+            publication.keep_end(self._ledger, seq)
+        release_pages(self._ledger, seq, keep=cache)
+        self._ledger.index.unhold(int(seq.rows[seq.units - 1]) if seq.units else -1)
+        seq.closed = True
+        del self._open[seq.id]
+
+    def token_pages(self, seq: Sequence, group: int) -> TokenPages:
+        """Pages and slots of a token group; read it after every reservation of the step was made."""
+        table = seq.table(group)
+        pages = table.held()
+        return TokenPages(pages, self._ledger.pool.groups[group].slot[table.pages[pages]])
+
+    def state_pages(self, seq: Sequence, group: int) -> StatePages:
+        """Working slot and checkpoint slots of a state group, for the reserved tokens.
+
+        Raises:
+            UsageError: nothing was reserved yet, so there is no working state.
+        """
+        slot = self._ledger.pool.groups[group].slot
+        if seq.working[group] < 0:
+            raise UsageError(f"{seq!r} has no working state before its first reservation")
+        end = seq.length + seq.reserved
+        checkpoints = tuple((at, int(slot[pages[group]])) for at, pages in sorted(seq.pending.items()) if at <= end)
+        return StatePages(int(slot[seq.working[group]]), checkpoints)
+
+    def take_copies(self) -> list[PageCopy]:
+        """Page copies to run, in order, before the next forward pass; the list is handed over once."""
+        copies = self._ledger.copies
+        self._ledger.copies = []
+        return copies
+
+    def free_slots(self, group: int) -> NDArray[np.int64]:
+        """Slots nobody owns, once the copies have run (poison mode fills them with NaN)."""
+        return self._ledger.pool.free_slots(group)
+
+    def tokens_that_fit(self) -> int:
+        """The longest single request that an otherwise empty pool can hold, computed one token at a time."""
+        return reservation.tokens_that_fit(self.layout)
+
+    def evict(self, nbytes: int) -> int:
+        """Drop about `nbytes` of cached pages, least valuable first; returns the bytes dropped."""
+        freed = 0
+        while freed < nbytes and (victims := self._ledger.retention.next_victims(nbytes - freed)):
+            freed += self._ledger.lose(victims)
+        return freed
+
+    def resume_points(self) -> tuple[int, ...]:
+        """Prefix lengths, in tokens, of the resume points kept now, least recently used first."""
+        return tuple(point.tokens for point in self._ledger.retention.points)
+
+    def usage(self) -> audit.Usage:
+        """Bytes and pages by group and by state."""
+        return audit.usage(self._ledger)
+
+    def check(self) -> None:
+        """Walk every invariant of pool, index, resume points and sequences.
+
+        Raises:
+            IntegrityError: one does not hold, which is a bug.
+        """
+        audit.check(self._ledger, self._open.values())
+
+    def _advance(self, seq: Sequence, n: int) -> None:
+        publication.advance(self._ledger, seq, n, self.hash)
+        interval = self.decode_checkpoint_interval
+        if interval and seq.length > seq.prompt_tokens and seq.length % interval == 0:
+            reservation.snapshot(self._ledger, seq)
+
+    def _require_open(self, seq: Sequence) -> None:
+        if seq.closed or self._open.get(seq.id) is not seq:
+            raise UsageError(f"{seq!r} is closed or belongs to another manager")
+
+
+def _interval(name: str, tokens: int | None, step: int) -> int | None:
+    if tokens is None:
+        return None
+    if tokens < 1:
+        raise ConfigError(f"{name} must be at least 1 token or None, got {tokens}")
+    return -(-tokens // step) * step
+
+
+def _checked_breakpoints(breakpoints: Iterable[int], length: int) -> list[int]:
+    checked = list(breakpoints)
+    for tokens in checked:
+        if not 0 <= tokens <= length:
+            raise RequestError(f"a breakpoint lies inside the prompt, at 0 to {length} tokens; got {tokens}")
+    return checked
+
+
+def _boundaries(wanted: Iterable[int], step: int, past: int) -> list[int]:
+    """Prefix lengths rounded down to boundaries, those past what is computed, ascending."""
+    return sorted({tokens - tokens % step for tokens in wanted if tokens - tokens % step > past})

@@ -1,0 +1,219 @@
+"""Taking pages for the next tokens: all groups or none, and what may be given up to make room."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from hybridkv.errors import OutOfPages
+from hybridkv.layout import Layout
+from hybridkv.ledger import Ledger
+from hybridkv.rules import page_ranges
+from hybridkv.sequence import NO_PAGE, Sequence, Snapshot
+
+Wants = Seq[tuple[Sequence, int]]
+
+
+def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> None:
+    """Pages for the next tokens of these distinct sequences, with a page for every checkpoint on the way.
+
+    Under pressure it first goes without checkpoints, then without the decode snapshots of running requests, then
+    takes a hit's own checkpoint instead of copying it: what is left is exactly what must be held.
+
+    Raises:
+        OutOfPages: that does not fit either. Nothing was changed.
+    """
+    for seq, _ in wants:
+        sweep(ledger, seq)
+    pool = ledger.pool
+    checkpoints = [_checkpoints(ledger, seq, n) for seq, n in wants]
+    demand = _demand(ledger, wants, checkpoints)
+    if not pool.fits_live(demand):
+        checkpoints = [[] for _ in wants]
+        demand = _demand(ledger, wants, checkpoints)
+    if not pool.fits_live(demand):
+        _make_room(ledger, running, wants, demand)
+        demand = _demand(ledger, wants, checkpoints)
+    ledger.fund(demand)
+    for (seq, n), boundaries in zip(wants, checkpoints, strict=True):
+        _take(ledger, seq, n, boundaries)
+
+
+def sweep(ledger: Ledger, seq: Sequence) -> None:
+    """Let go of pages the next token no longer needs."""
+    length = np.array([seq.length], np.int64)
+    for g, group in enumerate(ledger.layout.groups):
+        if group.is_state or group.keeps_all:
+            continue
+        table = seq.table(g)
+        stop = 0
+        for first, last in page_ranges(group.rule, length, group.page_tokens):
+            start = min(int(first[0]), table.end)
+            if start > stop:
+                gap = table.pages[max(stop, min(table.swept, start)) : start]
+                held = gap[gap >= 0]
+                if len(held):
+                    ledger.retention.tick()
+                    ledger.release(g, held)
+                    gap[:] = NO_PAGE
+            stop = int(last[0])
+        table.swept = start
+
+
+def snapshot(ledger: Ledger, seq: Sequence) -> None:
+    """Copy the working states aside, over the copy before; skipped where there is no room."""
+    states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]
+    if not states:
+        return
+    if seq.snapshot is None:
+        demand = [int(group.is_state) for group in ledger.layout.groups]
+        if not ledger.pool.fits_live(demand):
+            return
+        ledger.fund(demand)
+        pages = {g: int(ledger.take(g, 1)[0]) for g in states}
+    else:
+        pages = seq.snapshot.pages
+    for g in states:
+        ledger.refresh_copy(g, seq.working[g], pages[g])
+    seq.snapshot = Snapshot(seq.length, pages)
+
+
+def tokens_that_fit(layout: Layout) -> int:
+    """The longest request whose last token can be computed alone in the pool."""
+    low, high = 0, 1
+    while _fits(layout, high) and high < 1 << 40:
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if _fits(layout, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _fits(layout: Layout, tokens: int) -> bool:
+    slabs = 0
+    before = np.array([tokens - 1], np.int64)
+    for plan in layout.plans:
+        group = plan.group
+        pages = 1
+        if not group.is_state:
+            end = -(-tokens // group.page_tokens)
+            held = sum(int(stop[0] - start[0]) for start, stop in page_ranges(group.rule, before, group.page_tokens))
+            pages = held + end - (tokens - 1 + group.page_tokens - 1) // group.page_tokens
+        slabs += -(-pages // plan.per_slab)
+    return slabs <= layout.slabs
+
+
+def _checkpoints(ledger: Ledger, seq: Sequence, n: int) -> list[int]:
+    if not any(group.is_state for group in ledger.layout.groups):
+        return []
+    return [at for at in seq.plan if seq.length < at <= seq.length + n and at not in seq.pending]
+
+
+def _demand(ledger: Ledger, wants: Wants, checkpoints: Seq[list[int]]) -> list[int]:
+    """New pages by group."""
+    demand = []
+    for g, group in enumerate(ledger.layout.groups):
+        more = 0
+        written: list[int] = []
+        for (seq, n), boundaries in zip(wants, checkpoints, strict=True):
+            if group.is_state:
+                more += len(boundaries) + (seq.working[g] < 0)
+                written += [seq.working[g]] if seq.working[g] >= 0 else []
+            else:
+                table = seq.table(g)
+                more += max(-(-(seq.length + n) // group.page_tokens) - table.end, 0)
+                tail = _shared_tail(ledger, seq, g)
+                written += [int(table.pages[tail])] if tail >= 0 else []
+        demand.append(more + _copies(ledger, g, written))
+    return demand
+
+
+def _copies(ledger: Ledger, group: int, written: list[int]) -> int:
+    """Private copies needed before these pages are written, one mention per writer."""
+    copies = 0
+    for page, writers in Counter(written).items():
+        published = ledger.index.row_of[group][page] >= 0
+        # The last holder of an unpublished page writes to it in place, once the others have their copies.
+        copies += writers if published else min(writers, int(ledger.pool.groups[group].refs[page]) - 1)
+    return copies
+
+
+def _shared_tail(ledger: Ledger, seq: Sequence, group: int) -> int:
+    """The index of the half-full page the next token falls in, if others see it too; else -1."""
+    index, within = divmod(seq.length, ledger.layout.groups[group].page_tokens)
+    if not within:
+        return -1
+    return -1 if ledger.is_writable(group, int(seq.table(group).pages[index])) else index
+
+
+def _make_room(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, demand: list[int]) -> None:
+    """Give up snapshots and claim hit checkpoints, if that makes `demand` fit; else raise and change nothing."""
+    owners = [seq for seq in running.values() if seq.snapshot is not None]
+    claims = [
+        (g, seq.working[g])
+        for seq, _ in wants
+        for g, group in enumerate(ledger.layout.groups)
+        if group.is_state and seq.working[g] >= 0 and _is_claimable(ledger, g, seq.working[g])
+    ]
+    relieved = demand[:]
+    for g, group in enumerate(ledger.layout.groups):
+        relieved[g] -= len(owners) * group.is_state + sum(g == other for other, _ in claims)
+    if not ledger.pool.fits_live(relieved):
+        asked, live = ledger.bytes_of(demand), ledger.live_bytes()
+        total = ledger.layout.pool_bytes
+        raise OutOfPages(
+            f"{asked:,} bytes of pages were asked for, running requests hold {live:,} of the pool's {total:,}; "
+            "close or preempt a request, reserve fewer tokens at a time, or make the pool larger",
+            requested=asked,
+            live=live,
+            pool=total,
+        )
+    for seq in owners:
+        drop_snapshot(ledger, seq)
+    if not ledger.pool.fits_live(demand):
+        for g, page in claims:
+            ledger.claim(g, page)
+
+
+def drop_snapshot(ledger: Ledger, seq: Sequence) -> None:
+    """Give up a decode snapshot."""
+    if seq.snapshot is not None:
+        for g, page in seq.snapshot.pages.items():
+            ledger.release(g, np.array([page], np.int64))
+        seq.snapshot = None
+
+
+def _is_claimable(ledger: Ledger, group: int, page: int) -> bool:
+    return bool(ledger.pool.groups[group].refs[page] == 1 and ledger.index.row_of[group][page] >= 0)
+
+
+def _take(ledger: Ledger, seq: Sequence, n: int, checkpoints: list[int]) -> None:
+    end = seq.length + n
+    capacity = 1 << 62
+    for g, group in enumerate(ledger.layout.groups):
+        if group.is_state:
+            page = seq.working[g]
+            if page < 0:
+                seq.working[g] = ledger.pool.groups[g].take_one()
+            elif not ledger.is_writable(g, page):
+                seq.working[g] = ledger.copy_page(g, page)
+        else:
+            table = seq.table(g)
+            tail = _shared_tail(ledger, seq, g)
+            if tail >= 0:
+                table.pages[tail] = ledger.copy_page(g, int(table.pages[tail]))
+            more = -(-end // group.page_tokens) - table.end
+            if more > 0:
+                table.append(ledger.take(g, more))
+            capacity = min(capacity, table.end * group.page_tokens)
+    states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]
+    for at in checkpoints:
+        seq.pending[at] = {g: ledger.pool.groups[g].take_one() for g in states}
+    later = [at for at in seq.plan if at > end]
+    seq.capacity = min(capacity, later[0] - 1) if later else capacity
