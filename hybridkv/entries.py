@@ -94,7 +94,7 @@ class LayerGroup:
 
     @property
     def is_state(self) -> bool:
-        return self.holds == "state"
+        return not self.page_tokens
 
     @property
     def keeps_all(self) -> bool:

@@ -219,6 +219,15 @@ def unit_digests(
     return digests + chain(previous, units[len(digests) :])
 
 
+def unit_digest(
+    previous: bytes, tokens: NDArray[np.uint32], extra: bytes | None = None, algorithm: str = "sha256"
+) -> bytes:
+    """`unit_digests` for one unit of checked tokens, as a decoding request completes it."""
+    once = _algorithm(algorithm).once
+    body = previous + tokens.astype("<u4", copy=False).tobytes()
+    return once(_UNIT + body) if extra is None else once(_EXTRA + body + extra)
+
+
 def image_extras(images: Iterable[Image], unit_tokens: int = 16) -> dict[int, bytes]:
     """The extra keys of the units in which images (or other non-text input) start.
 

@@ -76,7 +76,7 @@ class PrefixIndex:
         """New rows for digests nobody has, each the child of the one before; the first is a child of `parent`."""
         count = len(digests)
         if count == 1:
-            return np.array([self._extend_one(parent, digests[0])], np.int64)
+            return np.array([self.extend_one(parent, digests[0])], np.int64)
         while self._free_top < count:
             self._grow()
         rows = np.sort(self._free[self._free_top - count : self._free_top])
@@ -109,6 +109,12 @@ class PrefixIndex:
         self.page_at[group][rows] = pages
         self.row_of[group][pages] = rows
         self._uses[rows] += 1
+
+    def publish_one(self, group: int, row: int, page: int) -> None:
+        """`publish` for one page."""
+        self.page_at[group][row] = page
+        self.row_of[group][page] = row
+        self._uses[row] += 1
 
     def unpublish(self, group: int, pages: Rows) -> None:
         """Forget published pages; rows that nothing needs any more go with them."""
@@ -160,7 +166,8 @@ class PrefixIndex:
             if int(self.depth[row]) != (int(self.depth[parent]) + 1 if parent >= 0 else 1):
                 raise IntegrityError(f"entry row {row} has the wrong depth")
 
-    def _extend_one(self, parent: int, digest: bytes) -> int:
+    def extend_one(self, parent: int, digest: bytes) -> int:
+        """`extend` by one row."""
         if not self._free_top:
             self._grow()
         self._free_top -= 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -60,16 +60,17 @@ class Layout:
         slab_bytes: the unit of ownership.
         slabs: how many the pool has.
         unit_tokens: tokens per hash unit; every prefix boundary is a multiple.
+        groups: the groups of the plans, in order.
     """
 
     plans: tuple[GroupPlan, ...]
     slab_bytes: int
     slabs: int
     unit_tokens: int
+    groups: tuple[LayerGroup, ...] = field(init=False)
 
-    @property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        return tuple(plan.group for plan in self.plans)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(plan.group for plan in self.plans))
 
     @property
     def pool_bytes(self) -> int:
@@ -201,9 +202,7 @@ def _page_bytes(group: LayerGroup) -> int:
 def _end(group: LayerGroup) -> int:
     tokens = max(group.page_tokens, 1)
     return max(
-        offset + part.nbytes * tokens
-        for row in _offsets(group)
-        for offset, part in zip(row, group.parts, strict=True)
+        offset + part.nbytes * tokens for row in _offsets(group) for offset, part in zip(row, group.parts, strict=True)
     )
 
 

@@ -112,6 +112,17 @@ class Ledger:
             self.release(group, pages[other])
         return np.where(fresh, pages, present)
 
+    def publish_one(self, group: int, row: int, page: int) -> int:
+        """`publish` for one page."""
+        present = int(self.index.page_at[group][row])
+        if present < 0:
+            self.index.publish_one(group, row, page)
+            return page
+        if present != page:
+            self.acquire(group, np.array([present], np.int64))
+            self.release(group, np.array([page], np.int64))
+        return present
+
     def bytes_of(self, demand: list[int]) -> int:
         return sum(plan.stride * count for plan, count in zip(self.layout.plans, demand, strict=True))
 

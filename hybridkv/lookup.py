@@ -21,8 +21,8 @@ def resumable_units(layout: Layout, index: PrefixIndex, rows: Rows, most: int) -
         rows: entry rows of the prompt's leading units.
         most: units to consider, at most `len(rows)`.
     """
-    if not most:
-        return 0
+    if not most or _all_present(layout, index, rows, most):
+        return most
     lengths = np.arange(most + 1, dtype=np.int64) * layout.unit_tokens
     ok = np.ones(most + 1, np.bool_)
     for g, group in enumerate(layout.groups):
@@ -31,6 +31,21 @@ def resumable_units(layout: Layout, index: PrefixIndex, rows: Rows, most: int) -
         present = index.page_at[g][rows[units - 1 :: units]] >= 0
         ok &= resumable(group.rule, lengths, page_tokens, present)
     return int(np.flatnonzero(ok)[-1])
+
+
+def _all_present(layout: Layout, index: PrefixIndex, rows: Rows, units: int) -> bool:
+    """Whether every group can resume after exactly this many units: the usual answer, found without the others."""
+    length = np.array([units * layout.unit_tokens], np.int64)
+    for g, group in enumerate(layout.groups):
+        page_tokens = group.page_tokens or layout.unit_tokens
+        size = page_tokens // layout.unit_tokens
+        for start, stop in page_ranges(group.rule, length, page_tokens):
+            if (
+                stop[0] * size > units
+                or (index.page_at[g][rows[start[0] * size + size - 1 : stop[0] * size : size]] < 0).any()
+            ):
+                return False
+    return True
 
 
 def hold_prefix(ledger: Ledger, seq: Sequence, rows: Rows) -> None:

@@ -190,7 +190,7 @@ class GroupManager:
             seq.tokens.extend(as_tokens(given))
         self._advance(seq, n)
         if n > 1:
-            reservation.sweep(self._ledger, seq)
+            reservation.sweep(self._ledger, [seq])
 
     def commit_decode(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
         """One token of each sequence is computed; `token_ids[i]` is the token sequence i was fed.

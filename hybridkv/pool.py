@@ -58,9 +58,13 @@ class GroupPages:
         """Slabs the group needs at least to hold its pages and `more` new ones, packed tightly."""
         return -(-(self.used + more) // self.per_slab)
 
-    def adopt(self, slab: int) -> None:
-        self.owns[slab] = True
-        self.owned += self.per_slab
+    def adopt(self, slabs: list[int]) -> None:
+        if len(slabs) == 1 and not self.spare:
+            start = slabs[0] * self.per_slab
+            self._open = list(range(start + self.per_slab - 1, start - 1, -1))
+            self._open_slab = slabs[0]
+        self.owns[slabs] = True
+        self.owned += self.per_slab * len(slabs)
 
     def disown(self, slab: int) -> None:
         self.owns[slab] = False
@@ -85,8 +89,6 @@ class GroupPages:
 
     def take(self, count: int) -> Pages:
         """`count` new pages, fullest slabs first. References: 1 each."""
-        if count == 1:
-            return np.array([self.take_one()], np.int64)
         self.forget_open()
         slots = self._free_slots_packed(count)
         pages = self._free_ids[self._free_top - count : self._free_top].copy()
@@ -222,8 +224,10 @@ class Pool:
     def adopt_for(self, demand: list[int]) -> None:
         """Hand free slabs to the groups that lack slots for `demand`."""
         for pages, more in zip(self.groups, demand, strict=True):
-            while more > pages.spare:
-                pages.adopt(self._free_slabs.pop())
+            if more > pages.spare:
+                count = -(-(more - pages.spare) // pages.per_slab)
+                pages.adopt(self._free_slabs[-count:])
+                del self._free_slabs[-count:]
 
     def compact_one(self, demand: list[int]) -> list[PageCopy]:
         """Empty one slab by moving its pages within their group; the copies must run in order.

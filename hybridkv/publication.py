@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridkv.hashing import unit_digests
+from hybridkv.hashing import unit_digest, unit_digests
 from hybridkv.ledger import Ledger
 from hybridkv.lookup import hold_prefix, release_pages, resumable_units
 from hybridkv.rules import page_ranges
@@ -97,6 +97,10 @@ def _extend_digests(ledger: Ledger, seq: Sequence, units: int, algorithm: str) -
     if units > done:
         unit = ledger.layout.unit_tokens
         previous = seq.digests[-1] if done else seq.seed
+        if units == done + 1:
+            last = seq.token_ids(done * unit, units * unit)
+            seq.digests.append(unit_digest(previous, last, seq.extras.get(done), algorithm))
+            return
         fresh = seq.token_ids(done * unit, units * unit)
         seq.digests += unit_digests(previous, fresh, unit, seq.extras, algorithm, done)
 
@@ -106,11 +110,10 @@ def _publish_units(ledger: Ledger, seq: Sequence, units: int) -> None:
     index = ledger.index
     old = seq.units
     parent = int(seq.rows[old - 1]) if old else -1
-    matched = old
-    if units - old > 1:
-        matched = index.match(seq.digests[:units], old)
-    elif index.row(seq.digests[old]) >= 0:
-        matched = units
+    if units == old + 1:
+        _publish_unit(ledger, seq, parent)
+        return
+    matched = index.match(seq.digests[:units], old)
     last = parent
     rows = np.zeros(0, np.int64)
     if matched > old:
@@ -132,6 +135,24 @@ def _publish_units(ledger: Ledger, seq: Sequence, units: int) -> None:
             held = table.pages[first:stop] >= 0
             pages = table.pages[first:stop][held]
             table.pages[first:stop][held] = ledger.publish(g, ends[held], pages)
+
+
+def _publish_unit(ledger: Ledger, seq: Sequence, parent: int) -> None:
+    """`_publish_units` for the one unit a decoding request has completed."""
+    index = ledger.index
+    row = index.row(seq.digests[seq.units])
+    if row < 0:
+        row = index.extend_one(parent, seq.digests[seq.units])
+    seq.append_row(row)
+    index.hold(row)
+    index.unhold(parent)
+    tokens = seq.units * ledger.layout.unit_tokens
+    for g, group in enumerate(ledger.layout.groups):
+        if not group.is_state and tokens % group.page_tokens == 0:
+            pages = seq.table(g).pages
+            last = tokens // group.page_tokens - 1
+            if pages[last] >= 0:
+                pages[last] = ledger.publish_one(g, row, int(pages[last]))
 
 
 def _publish_checkpoints(ledger: Ledger, seq: Sequence) -> None:

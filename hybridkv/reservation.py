@@ -11,6 +11,7 @@ import numpy as np
 from hybridkv.errors import OutOfPages
 from hybridkv.layout import Layout
 from hybridkv.ledger import Ledger
+from hybridkv.pool import Pages
 from hybridkv.rules import page_ranges
 from hybridkv.sequence import NO_PAGE, Sequence, Snapshot
 
@@ -26,8 +27,7 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> No
     Raises:
         OutOfPages: that does not fit either. Nothing was changed.
     """
-    for seq, _ in wants:
-        sweep(ledger, seq)
+    sweep(ledger, [seq for seq, _ in wants])
     pool = ledger.pool
     checkpoints = [_checkpoints(ledger, seq, n) for seq, n in wants]
     demand = _demand(ledger, wants, checkpoints)
@@ -42,25 +42,33 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> No
         _take(ledger, seq, n, boundaries)
 
 
-def sweep(ledger: Ledger, seq: Sequence) -> None:
-    """Let go of pages the next token no longer needs."""
-    length = np.array([seq.length], np.int64)
+def sweep(ledger: Ledger, seqs: Seq[Sequence]) -> None:
+    """Let go of pages the next token of each sequence no longer needs."""
+    lengths = np.array([seq.length for seq in seqs], np.int64)
     for g, group in enumerate(ledger.layout.groups):
         if group.is_state or group.keeps_all:
             continue
-        table = seq.table(g)
-        stop = 0
-        for first, last in page_ranges(group.rule, length, group.page_tokens):
-            start = min(int(first[0]), table.end)
-            if start > stop:
-                gap = table.pages[max(stop, min(table.swept, start)) : start]
-                held = gap[gap >= 0]
-                if len(held):
-                    ledger.retention.tick()
-                    ledger.release(g, held)
-                    gap[:] = NO_PAGE
-            stop = int(last[0])
-        table.swept = start
+        ranges = [
+            (first.tolist(), last.tolist()) for first, last in page_ranges(group.rule, lengths, group.page_tokens)
+        ]
+        for i, seq in enumerate(seqs):
+            table = seq.table(g)
+            stop = start = 0
+            for first, last in ranges:
+                start = min(first[i], table.end)
+                begin = max(stop, min(table.swept, start))
+                if start > begin:
+                    _let_go(ledger, g, table.pages[begin:start])
+                stop = last[i]
+            table.swept = start
+
+
+def _let_go(ledger: Ledger, group: int, gap: Pages) -> None:
+    held = gap[gap >= 0]
+    if len(held):
+        ledger.retention.tick()
+        ledger.release(group, held)
+        gap[:] = NO_PAGE
 
 
 def snapshot(ledger: Ledger, seq: Sequence) -> None:
@@ -73,7 +81,7 @@ def snapshot(ledger: Ledger, seq: Sequence) -> None:
         if not ledger.pool.fits_live(demand):
             return
         ledger.fund(demand)
-        pages = {g: int(ledger.take(g, 1)[0]) for g in states}
+        pages = {g: ledger.pool.groups[g].take_one() for g in states}
     else:
         pages = seq.snapshot.pages
     for g in states:
@@ -209,7 +217,9 @@ def _take(ledger: Ledger, seq: Sequence, n: int, checkpoints: list[int]) -> None
             if tail >= 0:
                 table.pages[tail] = ledger.copy_page(g, int(table.pages[tail]))
             more = -(-end // group.page_tokens) - table.end
-            if more > 0:
+            if more == 1:
+                table.append_one(ledger.pool.groups[g].take_one())
+            elif more > 0:
                 table.append(ledger.take(g, more))
             capacity = min(capacity, table.end * group.page_tokens)
     states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]

@@ -198,7 +198,7 @@ def resumable(rule: Rule, lengths: Lengths, page_tokens: int, present: NDArray[n
     ok = np.ones(lengths.shape, np.bool_)
     for start, stop in page_ranges(rule, lengths, page_tokens):
         inside = np.minimum(stop, whole)
-        ok &= (seen[inside] - seen[np.minimum(start, inside)] == stop - start)
+        ok &= seen[inside] - seen[np.minimum(start, inside)] == stop - start
     return ok
 
 

@@ -76,6 +76,13 @@ class GroupTable:
         self.pages[self.end : end] = pages
         self.end = end
 
+    def append_one(self, page: int) -> None:
+        if self.end == len(self.pages):
+            self.append(np.array([page], np.int64))
+        else:
+            self.pages[self.end] = page
+            self.end += 1
+
     def cut(self, end: int) -> NDArray[np.int64]:
         """Forget the pages at index `end` and after; returns those that were held."""
         tail = self.pages[end : self.end].copy()
@@ -168,6 +175,13 @@ class Sequence:
         self.rows = np.empty(max(expected, len(rows)) + 8, np.int64)
         self.rows[: len(rows)] = rows
         self.units = len(rows)
+
+    def append_row(self, row: int) -> None:
+        if self.units == len(self.rows):
+            self.append_rows(np.array([row], np.int64))
+        else:
+            self.rows[self.units] = row
+            self.units += 1
 
     def append_rows(self, rows: NDArray[np.int64]) -> None:
         end = self.units + len(rows)
