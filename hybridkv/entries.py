@@ -11,7 +11,8 @@ from hybridkv.errors import ConfigError
 from hybridkv.rules import FullAttention, Holds, Rule, group_kind, make_rule
 
 ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1,
 }  # fmt: skip
 
 

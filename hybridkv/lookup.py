@@ -39,6 +39,8 @@ def _all_present(layout: Layout, index: PrefixIndex, rows: Rows, units: int) -> 
     for g, group in enumerate(layout.groups):
         page_tokens = group.page_tokens or layout.unit_tokens
         size = page_tokens // layout.unit_tokens
+        if units % size:
+            return False
         for start, stop in page_ranges(group.rule, length, page_tokens):
             if (
                 stop[0] * size > units

@@ -18,6 +18,7 @@ from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
 from hybridkv.errors import ConfigError, EmptyPrompt, RequestError, UsageError
 from hybridkv.hashing import Adapter, Image, Salt, chain_seed, digest_size, image_extras, layout_identity, unit_digests
+from hybridkv.holding import tokens_that_fit
 from hybridkv.layout import plan_layout
 from hybridkv.ledger import Ledger
 from hybridkv.lookup import hold_prefix, release_pages, resumable_units
@@ -287,7 +288,7 @@ class GroupManager:
 
     def tokens_that_fit(self) -> int:
         """The longest single request that an otherwise empty pool can hold, computed one token at a time."""
-        return reservation.tokens_that_fit(self.layout)
+        return tokens_that_fit(self.layout)
 
     def evict(self, nbytes: int) -> int:
         """Drop about `nbytes` of cached pages, least valuable first; returns the bytes dropped."""

@@ -70,7 +70,6 @@ def truncate(ledger: Ledger, seq: Sequence, n: int) -> int:
     """Cut `seq` to `n` tokens, or to the longest shorter prefix that can be resumed after; returns the length."""
     unit = ledger.layout.unit_tokens
     del seq.tokens[n:]
-    seq.reserved = 0
     seq.prompt_tokens = min(seq.prompt_tokens, n)
     seq.plan = [tokens for tokens in seq.plan if tokens <= n]
     _drop_pending(ledger, seq)
@@ -88,7 +87,7 @@ def truncate(ledger: Ledger, seq: Sequence, n: int) -> int:
         hold_prefix(ledger, seq, rows[:hit])
         seq.hit_tokens = min(seq.hit_tokens, seq.length)
     ledger.index.unhold(old)
-    seq.capacity = 0
+    seq.reserved = seq.capacity = 0
     return seq.length
 
 
@@ -189,14 +188,22 @@ def _held_exactly(ledger: Ledger, seq: Sequence, n: int) -> bool:
     length = np.array([n], np.int64)
     for g, group in enumerate(ledger.layout.groups):
         if group.is_state:
-            if n != seq.length and (seq.snapshot is None or seq.snapshot.tokens != n):
+            if not _working_is_at(seq, n) and (seq.snapshot is None or seq.snapshot.tokens != n):
                 return False
         else:
             table = seq.table(g)
+            index, within = divmod(n, group.page_tokens)
+            if within and table.pages[index] < 0:
+                return False
             for start, stop in page_ranges(group.rule, length, group.page_tokens):
                 if (table.pages[start[0] : stop[0]] < 0).any():
                     return False
     return True
+
+
+def _working_is_at(seq: Sequence, n: int) -> bool:
+    """Whether the working states are those after `n` tokens: a step under way may have written to them."""
+    return n == seq.length and not seq.reserved
 
 
 def _cut(ledger: Ledger, seq: Sequence, n: int) -> None:
@@ -205,7 +212,7 @@ def _cut(ledger: Ledger, seq: Sequence, n: int) -> None:
             table = seq.table(g)
             dropped = table.cut(-(-n // group.page_tokens))
             ledger.release(g, dropped)
-    if seq.snapshot is not None and n < seq.length:
+    if seq.snapshot is not None and not _working_is_at(seq, n):
         for g, page in seq.snapshot.pages.items():
             ledger.release(g, np.array([seq.working[g]], np.int64))
             seq.working[g] = page

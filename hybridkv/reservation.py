@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from hybridkv.errors import OutOfPages
-from hybridkv.layout import Layout
 from hybridkv.ledger import Ledger
 from hybridkv.pool import Pages
 from hybridkv.rules import page_ranges
@@ -87,34 +86,6 @@ def snapshot(ledger: Ledger, seq: Sequence) -> None:
     for g in states:
         ledger.refresh_copy(g, seq.working[g], pages[g])
     seq.snapshot = Snapshot(seq.length, pages)
-
-
-def tokens_that_fit(layout: Layout) -> int:
-    """The longest request whose last token can be computed alone in the pool."""
-    low, high = 0, 1
-    while _fits(layout, high) and high < 1 << 40:
-        low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        if _fits(layout, middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _fits(layout: Layout, tokens: int) -> bool:
-    slabs = 0
-    before = np.array([tokens - 1], np.int64)
-    for plan in layout.plans:
-        group = plan.group
-        pages = 1
-        if not group.is_state:
-            end = -(-tokens // group.page_tokens)
-            held = sum(int(stop[0] - start[0]) for start, stop in page_ranges(group.rule, before, group.page_tokens))
-            pages = held + end - (tokens - 1 + group.page_tokens - 1) // group.page_tokens
-        slabs += -(-pages // plan.per_slab)
-    return slabs <= layout.slabs
 
 
 def _checkpoints(ledger: Ledger, seq: Sequence, n: int) -> list[int]:

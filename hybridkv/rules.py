@@ -180,7 +180,7 @@ def page_ranges(rule: Rule, lengths: Lengths, page_tokens: int) -> tuple[Range, 
 
 
 def resumable(rule: Rule, lengths: Lengths, page_tokens: int, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """After which prefixes every needed page is there.
+    """After which prefixes every needed page is there and the next token starts a new page.
 
     Args:
         rule: the rule of a group.
@@ -195,7 +195,8 @@ def resumable(rule: Rule, lengths: Lengths, page_tokens: int, present: NDArray[n
     seen = np.concatenate((np.zeros(1, np.int64), np.cumsum(present, dtype=np.int64)))
     known = len(present)
     whole = np.minimum(lengths // page_tokens, known)
-    ok = np.ones(lengths.shape, np.bool_)
+    # Where a rule needs nothing, a prefix could end inside a page, which would then be published with its head empty.
+    ok = lengths % page_tokens == 0
     for start, stop in page_ranges(rule, lengths, page_tokens):
         inside = np.minimum(stop, whole)
         ok &= seen[inside] - seen[np.minimum(start, inside)] == stop - start

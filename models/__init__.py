@@ -1,0 +1,93 @@
+"""Model families: what every layer of a Hugging Face model type stores between tokens.
+
+One module per model type. Each has
+
+    entries(config, dtype=None, state_dtype="float32") -> tuple[CacheEntry, ...]
+        from a transformers config object or the raw fields of a config.json;
+    tiny_config() -> PreTrainedConfig
+        a model of that type small enough for tests, with every kind of layer the type has.
+
+Nothing here imports torch or transformers until `tiny_config` is called. `presets/` holds the configs of real models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from hybridkv.entries import CacheEntry
+from hybridkv.errors import UnknownPreset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["Family", "family", "load_preset", "model_types", "preset_names"]
+
+_MODULES: Mapping[str, str] = {
+    "bamba": "bamba",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt_oss",
+    "jamba": "jamba",
+    "llama": "llama",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "mistral": "mistral",
+    "nemotron_h": "nemotron_h",
+    "qwen3_next": "qwen3_next",
+}
+
+
+class Family(Protocol):
+    """What a family module offers."""
+
+    def entries(self, config: Any, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
+        """What every layer of the model stores.
+
+        Args:
+            config: a transformers config object, or the mapping a config.json holds.
+            dtype: of K, V and conv states; the config's own by default.
+            state_dtype: of the recurrent states.
+
+        Raises:
+            MalformedConfig: a field is missing or impossible.
+            UnsupportedModel: a layer kind that cannot be served.
+        """
+        ...
+
+    def tiny_config(self) -> PreTrainedConfig:
+        """A config of at least four layers that builds, with random weights, in well under a second."""
+        ...
+
+
+def model_types() -> tuple[str, ...]:
+    """The model types with a family, sorted."""
+    return tuple(sorted(_MODULES))
+
+
+def family(model_type: str) -> Family | None:
+    """The module that describes a model type, or None if there is none."""
+    name = _MODULES.get(model_type)
+    return None if name is None else cast(Family, import_module(f"hybridkv_models.{name}"))
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of the bundled configs, sorted."""
+    presets = files("hybridkv_models") / "presets"
+    return tuple(sorted(item.name.removesuffix(".json") for item in presets.iterdir() if item.name.endswith(".json")))
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """The fields of a bundled config.
+
+    Raises:
+        UnknownPreset: there is none of that name.
+    """
+    if name not in preset_names():
+        raise UnknownPreset(f"no preset {name!r}; there are {', '.join(preset_names())}")
+    text = (files("hybridkv_models") / "presets" / f"{name}.json").read_text(encoding="utf-8")
+    return cast(dict[str, Any], json.loads(text))

@@ -1,0 +1,88 @@
+"""What the layers of one kind store, and how a list of layer kinds becomes cache entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hybridkv.entries import CacheEntry, Part, attention_parts
+from hybridkv.errors import MalformedConfig, UnsupportedModel
+from hybridkv_models._facts import Facts, dtype_name
+
+
+class Store(NamedTuple):
+    """What a layer of one kind keeps: the group kind, its tensors and the parameters of its rule."""
+
+    kind: str
+    parts: tuple[Part, ...]
+    params: tuple[tuple[str, int], ...] = ()
+
+
+NOTHING: tuple[Store, ...] = ()
+"""A layer without a cache: MLP, mixture of experts."""
+
+
+def full(kv_heads: int, head_dim: int, dtype: str) -> tuple[Store, ...]:
+    """Full attention: K and V of every token, (kv_heads, head_dim) each."""
+    return (Store("full_attention", attention_parts(kv_heads, head_dim, dtype)),)
+
+
+def sliding(kv_heads: int, head_dim: int, dtype: str, window: int) -> tuple[Store, ...]:
+    """Sliding-window attention: K and V of a token, (kv_heads, head_dim) each. `window` counts the token itself."""
+    return (Store("sliding_attention", attention_parts(kv_heads, head_dim, dtype), (("window", window),)),)
+
+
+def state(channels: int, kernel: int, recurrent: tuple[int, ...], *, dtype: str, state_dtype: str) -> tuple[Store, ...]:
+    """A recurrent layer's state.
+
+    Args:
+        channels: channels of the short convolution.
+        kernel: its width K. Only the last K - 1 columns matter for the next token: conv is (channels, K - 1).
+        recurrent: shape of the recurrent state.
+        dtype: of the conv columns, the model's.
+        state_dtype: of the recurrent state.
+    """
+    if kernel < 2:
+        raise MalformedConfig(f"a convolution of width {kernel} keeps no columns; its width must be at least 2")
+    parts = Part("conv", (channels, kernel - 1), dtype), Part("recurrent", recurrent, dtype_name(state_dtype))
+    return (Store("linear_attention", parts),)
+
+
+def cache_entries(
+    facts: Facts, kinds: tuple[str, ...], stores: Mapping[str, tuple[Store, ...]]
+) -> tuple[CacheEntry, ...]:
+    """One cache entry for each store of each layer, in layer order.
+
+    Args:
+        facts: the config, for the message.
+        kinds: the layer type of every layer.
+        stores: what a layer of each kind keeps.
+
+    Raises:
+        UnsupportedModel: a layer of a kind the family has no store for.
+    """
+    entries: list[CacheEntry] = []
+    for layer, kind in enumerate(kinds):
+        if kind not in stores:
+            raise UnsupportedModel(
+                f"layer {layer} of this {facts.model_type!r} model is of kind {kind!r}, which hybridkv cannot serve "
+                f"for it; it knows {', '.join(sorted(stores))}. Use a config with these layer kinds only, or describe "
+                "the layer in hybridkv_models (docs/models.md)"
+            )
+        for i, store in enumerate(stores[kind]):
+            index = [earlier.kind for earlier in stores[kind][:i]].count(store.kind)
+            entries.append(CacheEntry(layer, store.kind, store.parts, store.params, index))
+    return tuple(entries)
+
+
+def refuse_bidirectional(facts: Facts) -> None:
+    """Refuse an encoder in a decoder's clothes: every token sees later ones, so no prefix can be reused.
+
+    Raises:
+        UnsupportedModel: the config asks for bidirectional attention.
+    """
+    if facts.get("use_bidirectional_attention"):
+        raise UnsupportedModel(
+            f"this {facts.model_type!r} model uses bidirectional attention, so its full_attention layers have no cache "
+            "to reuse; run it with its own forward pass"
+        )

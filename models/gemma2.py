@@ -1,0 +1,53 @@
+"""Gemma 2: sliding and full attention alternate; attention scores and logits are soft-capped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridkv.entries import CacheEntry
+from hybridkv_models._facts import Config, Facts
+from hybridkv_models._stores import cache_entries, full, refuse_bidirectional, sliding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
+    """K and V of a token, (kv_heads, head_dim) each. There is no state: `state_dtype` is unused."""
+    facts = Facts(config, "gemma2", dtype)
+    refuse_bidirectional(facts)
+    kinds = facts.layer_kinds("layer_types", lambda i: "full_attention" if i % 2 else "sliding_attention")
+    kv_heads, head_dim = facts.size("num_key_value_heads", 4), facts.size("head_dim", 256)
+    window = facts.size("sliding_window", 4096)
+    return cache_entries(
+        facts,
+        kinds,
+        {
+            "full_attention": full(kv_heads, head_dim, facts.dtype),
+            "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, window),
+        },
+    )
+
+
+def tiny_config() -> PreTrainedConfig:
+    """Four layers: sliding (window 24), full, sliding, full; both soft caps on."""
+    from transformers import Gemma2Config
+
+    return Gemma2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=20.0,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )

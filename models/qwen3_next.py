@@ -1,0 +1,65 @@
+"""Qwen3-Next: three gated-delta-rule layers to one of full attention, mixtures of experts throughout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridkv.entries import CacheEntry
+from hybridkv_models._facts import Config, Facts
+from hybridkv_models._stores import cache_entries, full, state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
+    """K and V of a token, (kv_heads, head_dim) each; conv (2 key_heads x key_dim + value_heads x value_dim, kernel - 1)
+    and recurrent (value_heads, key_dim, value_dim)."""
+    facts = Facts(config, "qwen3_next", dtype)
+    period = facts.size("full_attention_interval", 4)
+    kinds = facts.layer_kinds("layer_types", lambda i: "linear_attention" if (i + 1) % period else "full_attention")
+    key_heads, value_heads = facts.size("linear_num_key_heads", 16), facts.size("linear_num_value_heads", 32)
+    key_dim, value_dim = facts.size("linear_key_head_dim", 128), facts.size("linear_value_head_dim", 128)
+    return cache_entries(
+        facts,
+        kinds,
+        {
+            "full_attention": full(facts.size("num_key_value_heads", 2), facts.size("head_dim", 256), facts.dtype),
+            "linear_attention": state(
+                2 * key_heads * key_dim + value_heads * value_dim,
+                facts.size("linear_conv_kernel_dim", 4),
+                (value_heads, key_dim, value_dim),
+                dtype=facts.dtype,
+                state_dtype=state_dtype,
+            ),
+        },
+    )
+
+
+def tiny_config() -> PreTrainedConfig:
+    """Four layers: three of the gated delta rule, then full attention; two of four experts a token."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )

@@ -1,0 +1,271 @@
+"""Model families: what they declare against what transformers really stores, from objects and from raw fields."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import hybridkv_models
+from hybridkv.entries import CacheEntry
+from hybridkv.errors import MalformedConfig, UnknownPreset, UnsupportedModel
+from hybridkv_models import family, load_preset, model_types, preset_names
+
+TOKENS = 41
+MODEL_TYPES = model_types()
+
+
+def entries_of(model_type: str, config: Any, **options: Any) -> tuple[CacheEntry, ...]:
+    known = family(model_type)
+    assert known is not None
+    return known.entries(config, **options)
+
+
+def tiny(model_type: str) -> Any:
+    known = family(model_type)
+    assert known is not None
+    return known.tiny_config()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_entries_are_what_a_real_cache_stores(model_type: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(model_type), dtype=getattr(torch, dtype)).eval()
+    tokens = torch.randint(1, 128, (1, TOKENS))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[:, :-1], cache=cache)
+        model(tokens[:, -1:], cache=cache)
+    declared = {entry.layer: entry for entry in entries_of(model_type, model.config)}
+    for layer, stored in enumerate(cache.layers):
+        entry = declared.pop(layer, None)
+        if entry is None:
+            assert cache.is_dummy[layer], f"layer {layer} stores something, but nothing is declared"
+            continue
+        first, second = entry.parts
+        if entry.kind == "linear_attention":
+            conv, recurrent = stored.conv_states[0], stored.recurrent_states[0]
+            channels, columns = first.shape
+            assert (first.name, second.name) == ("conv", "recurrent")
+            assert conv.shape == (1, channels, columns + 1), "transformers keeps one column more than matters"
+            assert recurrent.shape == (1, *second.shape)
+            assert [str(conv.dtype), str(recurrent.dtype)] == [f"torch.{first.dtype}", f"torch.{second.dtype}"]
+        else:
+            window = dict(entry.params).get("window", TOKENS + 1)
+            assert (first.name, second.name) == ("k", "v")
+            assert entry.kind == ("sliding_attention" if cache.is_sliding[layer] else "full_attention")
+            for part, kept in zip(entry.parts, (stored.keys, stored.values), strict=True):
+                heads, dim = part.shape
+                assert kept.shape == (1, heads, min(TOKENS, window - 1), dim)
+                assert str(kept.dtype) == f"torch.{part.dtype}"
+    assert not declared, "entries for layers the model does not have"
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_tiny_config_is_tiny_and_has_what_its_family_has(model_type: str) -> None:
+    config = tiny(model_type)
+    known = entries_of(model_type, config)
+    assert config.num_hidden_layers >= 4
+    assert config.vocab_size <= 256
+    kinds = {entry.kind for entry in known}
+    mixed = {"gemma2", "gemma3", "gemma3_text", "gpt_oss", "jamba", "bamba", "nemotron_h", "qwen3_next"}
+    assert len(kinds) == (2 if model_type in mixed else 1)
+    for entry in known:
+        if window := dict(entry.params).get("window"):
+            assert window % 16, "a window inside a page finds more bugs than one at its edge"
+        if entry.kind != "linear_attention":
+            assert entry.parts[0].shape[0] < config.num_attention_heads, "grouped-query attention"
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_raw_fields_mean_what_the_config_object_means(model_type: str) -> None:
+    config = tiny(model_type)
+    raw = json.loads(json.dumps(config.to_dict()))
+    assert entries_of(model_type, raw) == entries_of(model_type, config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6}),
+        ("llama", {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("mistral", {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 8}),
+        ("mistral", {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 8, "sliding_window": None}),
+        ("mistral", {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 8, "sliding_window": 24}),
+        ("gemma2", {"num_hidden_layers": 5}),
+        ("gemma3_text", {"num_hidden_layers": 13}),
+        ("gemma3_text", {"num_hidden_layers": 7, "sliding_window_pattern": 3, "sliding_window": 512}),
+        ("gpt_oss", {"num_hidden_layers": 5}),
+        ("jamba", {"num_hidden_layers": 17, "hidden_size": 64, "num_attention_heads": 4}),
+        (
+            "jamba",
+            {
+                "num_hidden_layers": 6,
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "attn_layer_period": 3,
+                "attn_layer_offset": 0,
+                "mamba_expand": 3,
+            },
+        ),
+        ("mamba", {"num_hidden_layers": 3, "hidden_size": 96}),
+        ("mamba2", {"num_hidden_layers": 3, "hidden_size": 4096}),
+        ("bamba", {"num_hidden_layers": 5, "hidden_size": 4096, "num_attention_heads": 32, "attn_layer_indices": [2]}),
+        ("bamba", {"num_hidden_layers": 5, "hidden_size": 4096, "num_attention_heads": 32}),
+        ("qwen3_next", {"num_hidden_layers": 9}),
+        ("qwen3_next", {"num_hidden_layers": 9, "full_attention_interval": 3}),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*ME"}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}),
+    ],
+)
+def test_fields_left_out_have_the_defaults_of_transformers(model_type: str, fields: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(model_type, **fields)
+    assert entries_of(model_type, {"model_type": model_type, **fields}) == entries_of(model_type, config)
+
+
+def test_gemma3_reads_the_text_part() -> None:
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 24}
+    nested = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
+    assert entries_of("gemma3", nested) == entries_of("gemma3_text", text, dtype="bfloat16")
+    assert entries_of("gemma3", AutoConfig.for_model("gemma3", text_config=text)) == entries_of("gemma3_text", text)
+
+
+def test_dtypes_are_taken_from_the_config_or_from_the_caller() -> None:
+    config = {**load_preset("jamba-1.5-mini"), "num_hidden_layers": 8}
+
+    def dtypes(**options: Any) -> list[list[str]]:
+        found = entries_of("jamba", config, **options)
+        return [[part.dtype for part in entry.parts] for entry in (found[4], found[0])]
+
+    assert dtypes() == [["bfloat16", "bfloat16"], ["bfloat16", "float32"]]
+    assert dtypes(dtype="float16") == [["float16", "float16"], ["float16", "float32"]]
+    assert dtypes(state_dtype="bfloat16")[1] == ["bfloat16", "bfloat16"]
+    del config["dtype"]
+    assert dtypes()[0] == ["float32", "float32"], "what transformers builds from a config that names no dtype"
+    config["torch_dtype"] = "float16"
+    assert dtypes()[0] == ["float16", "float16"], "the older name of the field"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        ("llama", {"hidden_size": 64, "num_attention_heads": 4}, "num_hidden_layers"),
+        ("llama", {"num_hidden_layers": 2, "num_attention_heads": 4}, "hidden_size"),
+        ("llama", {"num_hidden_layers": 2, "hidden_size": 64}, "num_attention_heads"),
+        ("jamba", {"num_hidden_layers": 2}, "hidden_size"),
+        ("mamba", {"num_hidden_layers": 0, "hidden_size": 64}, "num_hidden_layers"),
+        ("mamba", {"num_hidden_layers": "24", "hidden_size": 64}, "num_hidden_layers"),
+        ("mamba", {"num_hidden_layers": True, "hidden_size": 64}, "num_hidden_layers"),
+        ("mamba", {"num_hidden_layers": 10**9, "hidden_size": 64}, "num_hidden_layers"),
+        ("mamba", {"num_hidden_layers": 2, "hidden_size": float("nan")}, "hidden_size"),
+        ("mamba", {"num_hidden_layers": 2, "hidden_size": 64, "conv_kernel": 1}, "convolution"),
+        (
+            "mistral",
+            {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 0},
+            "window",
+        ),
+        ("gemma2", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2}, "names 2 layers"),
+        ("gemma2", {"num_hidden_layers": 3, "layer_types": "full_attention"}, "layer_types"),
+        ("gemma2", {"num_hidden_layers": 2, "dtype": "float31"}, "dtype"),
+        ("bamba", {"num_hidden_layers": 2, "hidden_size": 64, "attn_layer_indices": 1}, "attn_layer_indices"),
+        ("nemotron_h", {"num_hidden_layers": 2}, "hybrid_override_pattern"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "letters X"),
+        ("nemotron_h", {"hybrid_override_pattern": "MM", "num_hidden_layers": 3}, "names 2 layers"),
+    ],
+)
+def test_missing_and_impossible_fields_are_named(model_type: str, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(MalformedConfig, match=named):
+        entries_of(model_type, {"model_type": model_type, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer 1 .*'gemma2'.*'chunked_attention'"),
+        ({"use_bidirectional_attention": True}, "bidirectional"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+    ],
+)
+def test_layers_that_cannot_be_served_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        entries_of("gemma2", {"model_type": "gemma2", "num_hidden_layers": 2, **fields})
+
+
+def test_a_config_object_with_sizes_by_layer_is_refused() -> None:
+    config = tiny("llama")
+    config.per_layer_config = {0: {"num_key_value_heads": 1}}
+    with pytest.raises(UnsupportedModel, match="per_layer_config"):
+        entries_of("llama", config)
+
+
+def test_unknown_names() -> None:
+    assert family("no_such_type") is None
+    with pytest.raises(UnknownPreset, match=r"'no-such-preset'.*jamba-1.5-mini"):
+        load_preset("no-such-preset")
+
+
+def test_every_reference_layout_has_a_preset() -> None:
+    wanted = {"jamba-1.5-mini", "gemma-3-12b", "qwen3-next-80b-a3b", "gpt-oss-20b", "nemotron-h-8b", "gemma-3-270m"}
+    assert wanted <= set(preset_names())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_transformers_reads_every_preset_the_same_way(name: str) -> None:
+    raw = load_preset(name)
+    fields = {key: value for key, value in raw.items() if key != "model_type"}
+    config = AutoConfig.for_model(raw["model_type"], **fields)
+    assert entries_of(raw["model_type"], raw) == entries_of(raw["model_type"], config)
+    text = config.get_text_config()
+    assert text.vocab_size > 32000
+    assert text.max_position_embeddings >= 8192
+
+
+def test_families_are_described_without_torch() -> None:
+    code = (
+        "import sys, hybridkv_models as m\n"
+        "for name in m.preset_names():\n"
+        "    config = m.load_preset(name)\n"
+        "    m.family(config['model_type']).entries(config)\n"
+        "loaded = {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {loaded}' if loaded else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_exports() -> None:
+    assert all(hasattr(hybridkv_models, name) for name in hybridkv_models.__all__)
+
+
+def blocks_of_the_guide() -> list[str]:
+    text = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_worked_example_of_the_guide_works() -> None:
+    example: dict[str, Any] = {"__name__": "example"}
+    exec(blocks_of_the_guide()[0], example)
+    config = example["tiny_config"]()
+    found: tuple[CacheEntry, ...] = example["entries"](config)
+    cache = DynamicCache(config=config)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model(torch.randint(1, 128, (1, TOKENS)), cache=cache)
+    assert [entry.kind for entry in found] == config.layer_types
+    for entry, layer in zip(found, cache.layers, strict=True):
+        window = dict(entry.params).get("window", TOKENS + 1)
+        heads, dim = entry.parts[0].shape
+        assert layer.keys.shape == (1, heads, min(TOKENS, window - 1), dim)
+    assert example["entries"](json.loads(json.dumps(config.to_dict()))) == found
+
+
+def test_the_kind_registered_in_the_guide_works() -> None:
+    done = subprocess.run([sys.executable, "-c", blocks_of_the_guide()[1]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[3", "4", "5", "6]"]
