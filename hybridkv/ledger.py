@@ -15,6 +15,8 @@ class Ledger:
     """Takes, shares, publishes and evicts pages.
 
     Attributes:
+        states: numbers of the state groups.
+        windows: numbers of the token groups that let go of pages as a request grows.
         copies: page copies to run, in order, before the next forward pass.
         evicted: cached pages lost so far; moved: pages moved by compaction so far.
     """
@@ -24,6 +26,8 @@ class Ledger:
         self.pool = Pool(layout)
         self.index = PrefixIndex([layout.slots(g) for g in range(len(layout.plans))])
         self.retention = Retention(layout, self.pool, self.index, policy)
+        self.states = tuple(g for g, group in enumerate(layout.groups) if group.is_state)
+        self.windows = tuple(g for g, group in enumerate(layout.groups) if not group.is_state and not group.keeps_all)
         self.copies: list[PageCopy] = []
         self.evicted = 0
         self.moved = 0
@@ -72,6 +76,14 @@ class Ledger:
                 idle = idle[~private]
             self.retention.stamps[group][idle] = self.retention.clock
 
+    def release_one(self, group: int, page: int) -> None:
+        """`release` for one page."""
+        if self.pool.groups[group].release_one(page):
+            if self.index.row_of[group][page] < 0:
+                self.pool.drop(group, np.array([page], np.int64))
+            else:
+                self.retention.stamps[group][page] = self.retention.clock
+
     def is_writable(self, group: int, page: int) -> bool:
         """Whether one sequence alone sees the page, so that writing to it changes nobody's prefix."""
         return bool(self.pool.groups[group].refs[page] == 1 and self.index.row_of[group][page] < 0)
@@ -81,7 +93,7 @@ class Ledger:
         pages = self.pool.groups[group]
         mine = pages.take_one()
         self.copies.append(PageCopy(group, int(pages.slot[page]), int(pages.slot[mine])))
-        self.release(group, np.array([page], np.int64))
+        self.release_one(group, page)
         return mine
 
     def refresh_copy(self, group: int, source: int, target: int) -> None:
@@ -120,7 +132,7 @@ class Ledger:
             return page
         if present != page:
             self.acquire(group, np.array([present], np.int64))
-            self.release(group, np.array([page], np.int64))
+            self.release_one(group, page)
         return present
 
     def bytes_of(self, demand: list[int]) -> int:

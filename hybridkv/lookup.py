@@ -93,10 +93,9 @@ def release_pages(ledger: Ledger, seq: Sequence, *, keep: bool) -> None:
     without a purpose by that.
     """
     ledger.retention.tick()
-    states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]
     if not keep:
         for row in [row for row in seq.made_points if ledger.retention.drop_unused(row)]:
-            for g in states:
+            for g in ledger.states:
                 _discard(ledger, g, ledger.index.page_at[g][row : row + 1])
     for g, group in enumerate(ledger.layout.groups):
         if group.is_state:

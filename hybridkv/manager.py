@@ -175,7 +175,7 @@ class GroupManager:
         self._require_open(seq)
         if not 0 < n <= seq.reserved:
             raise UsageError(f"cannot commit {n} tokens: {seq.reserved} are reserved")
-        if n < seq.reserved and any(group.is_state for group in self.groups):
+        if n < seq.reserved and self._ledger.states:
             raise UsageError(
                 f"cannot commit {n} of {seq.reserved} reserved tokens: the states have advanced past them; "
                 "close the sequence without caching, or reserve what you commit"

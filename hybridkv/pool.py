@@ -132,6 +132,15 @@ class GroupPages:
         self.live -= len(idle)
         return idle
 
+    def release_one(self, page: int) -> bool:
+        """`release` for one page; whether nobody holds it now."""
+        refs = int(self.refs[page]) - 1
+        self.refs[page] = refs
+        if refs:
+            return False
+        self.live -= 1
+        return True
+
     def move(self, page: int, slot: int) -> None:
         old = int(self.slot[page])
         self.page_at[old] = -1

@@ -27,13 +27,12 @@ def advance(ledger: Ledger, seq: Sequence, n: int, algorithm: str) -> None:
 def keep_end(ledger: Ledger, seq: Sequence) -> None:
     """Make the last boundary that can be resumed after into a resume point, before the sequence lets go."""
     unit = ledger.layout.unit_tokens
-    states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]
     tokens = seq.length - seq.length % ledger.layout.boundary_tokens
-    if states:
+    if ledger.states:
         # A step under way may have written to the working states, so they stand for a boundary only between steps.
         finished = seq.length == tokens and not seq.reserved and tokens > 0
-        if finished and all(ledger.is_writable(g, seq.working[g]) for g in states):
-            _publish_states(ledger, seq, tokens, {g: seq.working[g] for g in states})
+        if finished and all(ledger.is_writable(g, seq.working[g]) for g in ledger.states):
+            _publish_states(ledger, seq, tokens, {g: seq.working[g] for g in ledger.states})
             seq.working = [NO_PAGE] * len(seq.working)
         elif seq.snapshot is not None:
             tokens = seq.snapshot.tokens
@@ -179,7 +178,7 @@ def _make_points(ledger: Ledger, seq: Sequence) -> None:
 def _drop_pending(ledger: Ledger, seq: Sequence) -> None:
     for pages in seq.pending.values():
         for g, page in pages.items():
-            ledger.release(g, np.array([page], np.int64))
+            ledger.release_one(g, page)
     seq.pending = {}
 
 
@@ -214,7 +213,7 @@ def _cut(ledger: Ledger, seq: Sequence, n: int) -> None:
             ledger.release(g, dropped)
     if seq.snapshot is not None and not _working_is_at(seq, n):
         for g, page in seq.snapshot.pages.items():
-            ledger.release(g, np.array([seq.working[g]], np.int64))
+            ledger.release_one(g, seq.working[g])
             seq.working[g] = page
         seq.snapshot = None
     seq.length = n

@@ -44,9 +44,8 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> No
 def sweep(ledger: Ledger, seqs: Seq[Sequence]) -> None:
     """Let go of pages the next token of each sequence no longer needs."""
     lengths = np.array([seq.length for seq in seqs], np.int64)
-    for g, group in enumerate(ledger.layout.groups):
-        if group.is_state or group.keeps_all:
-            continue
+    for g in ledger.windows:
+        group = ledger.layout.groups[g]
         ranges = [
             (first.tolist(), last.tolist()) for first, last in page_ranges(group.rule, lengths, group.page_tokens)
         ]
@@ -63,16 +62,18 @@ def sweep(ledger: Ledger, seqs: Seq[Sequence]) -> None:
 
 
 def _let_go(ledger: Ledger, group: int, gap: Pages) -> None:
-    held = gap[gap >= 0]
-    if len(held):
+    if len(gap) == 1 and gap[0] >= 0:
+        ledger.retention.tick()
+        ledger.release_one(group, int(gap[0]))
+    elif len(held := gap[gap >= 0]):
         ledger.retention.tick()
         ledger.release(group, held)
-        gap[:] = NO_PAGE
+    gap[:] = NO_PAGE
 
 
 def snapshot(ledger: Ledger, seq: Sequence) -> None:
     """Copy the working states aside, over the copy before; skipped where there is no room."""
-    states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]
+    states = ledger.states
     if not states:
         return
     if seq.snapshot is None:
@@ -89,7 +90,7 @@ def snapshot(ledger: Ledger, seq: Sequence) -> None:
 
 
 def _checkpoints(ledger: Ledger, seq: Sequence, n: int) -> list[int]:
-    if not any(group.is_state for group in ledger.layout.groups):
+    if not ledger.states:
         return []
     return [at for at in seq.plan if seq.length < at <= seq.length + n and at not in seq.pending]
 
@@ -115,6 +116,8 @@ def _demand(ledger: Ledger, wants: Wants, checkpoints: Seq[list[int]]) -> list[i
 
 def _copies(ledger: Ledger, group: int, written: list[int]) -> int:
     """Private copies needed before these pages are written, one mention per writer."""
+    if not written:
+        return 0
     copies = 0
     for page, writers in Counter(written).items():
         published = ledger.index.row_of[group][page] >= 0
@@ -164,7 +167,7 @@ def drop_snapshot(ledger: Ledger, seq: Sequence) -> None:
     """Give up a decode snapshot."""
     if seq.snapshot is not None:
         for g, page in seq.snapshot.pages.items():
-            ledger.release(g, np.array([page], np.int64))
+            ledger.release_one(g, page)
         seq.snapshot = None
 
 
@@ -193,8 +196,7 @@ def _take(ledger: Ledger, seq: Sequence, n: int, checkpoints: list[int]) -> None
             elif more > 0:
                 table.append(ledger.take(g, more))
             capacity = min(capacity, table.end * group.page_tokens)
-    states = [g for g, group in enumerate(ledger.layout.groups) if group.is_state]
     for at in checkpoints:
-        seq.pending[at] = {g: ledger.pool.groups[g].take_one() for g in states}
+        seq.pending[at] = {g: ledger.pool.groups[g].take_one() for g in ledger.states}
     later = [at for at in seq.plan if at > end]
     seq.capacity = min(capacity, later[0] - 1) if later else capacity
