@@ -203,7 +203,7 @@ def unit_digests(
     _check_unit(unit_tokens)
     if len(previous) != size:
         raise ConfigError(f"{algorithm} continues from a digest of {size} bytes, got {len(previous)}")
-    ids = _token_ids(tokens)
+    ids = checked_tokens(tokens)
     if len(ids) % unit_tokens:
         raise ConfigError(f"{len(ids)} tokens are no whole number of units of {unit_tokens}; pass full units only")
     # A void array turns into one bytes object per unit without a slice each.
@@ -311,7 +311,13 @@ def _checked_image(image: Image) -> Image:
     return int(offset), digest
 
 
-def _token_ids(tokens: ArrayLike) -> NDArray[np.uint32]:
+def checked_tokens(tokens: ArrayLike) -> NDArray[np.uint32]:
+    """Token ids as one row of uint32.
+
+    Raises:
+        ConfigError: more than one row.
+        TokenOutOfRange: an id that is no uint32.
+    """
     ids = np.asarray(tokens)
     if ids.ndim != 1:
         raise ConfigError(f"token ids must be one row, got an array of shape {ids.shape}")

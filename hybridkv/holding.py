@@ -38,16 +38,19 @@ def tokens_that_fit(layout: Layout) -> int:
     low, high = 0, 1
     while high < _MOST and _fits(layout, np.array([high], np.int64))[0]:
         low, high = high, 2 * high
-    while low + 1 < high and high <= _MOST:
+    if high == _MOST:
+        low = high
+    while low + 1 < high:
         middle = (low + high) // 2
         if _fits(layout, np.array([middle], np.int64))[0]:
             low = middle
         else:
             high = middle
-    # Holdings grow, but not at every step: before a page boundary a window takes one page more. Look at each step
-    # where the pool is nearly full, and where windows and chunks fill for the first time.
+    # Holdings grow, but not at every step: before a page boundary a window takes one page more. Look at the first
+    # step of each unit where the pool is nearly full, and where windows and chunks fill for the first time.
+    unit = layout.unit_tokens
     for start in (1, max(1, low - _SCAN)):
-        lengths = np.arange(start, min(start + _SCAN, low) + 1, dtype=np.int64)
+        lengths = np.arange(start - (start - 1) % unit, min(start + _SCAN, low) + 1, unit, dtype=np.int64)
         failing = np.flatnonzero(~_fits(layout, lengths))
         if len(failing):
             return int(lengths[failing[0]]) - 1

@@ -126,8 +126,8 @@ def plan_layout(groups: Sequence[LayerGroup], pool_bytes: int, unit_tokens: int 
             best = split, candidate
         if candidate.padding <= MAX_PADDING and candidate.slab_bytes * SLAB_SHARE <= pool_bytes:
             break
-    if best is None or best[1].slab_bytes * len(best[0]) > pool_bytes:
-        smallest = max(group.page_bytes for group in groups) if best is None else best[1].slab_bytes * len(best[0])
+    if best is None:
+        smallest = min(len(split) * max(map(_page_bytes, split)) for split in _splits(tuple(groups)))
         raise PoolTooSmall(
             f"a pool of {pool_bytes:,} bytes cannot hold one slab for each of {len(groups)} layer groups; "
             f"this layout needs at least {smallest:,} bytes"

@@ -107,7 +107,10 @@ def release_pages(ledger: Ledger, seq: Sequence, *, keep: bool) -> None:
             table = seq.table(g)
             ledger.release(g, table.pages[table.held()])
             if not keep:
-                _discard(ledger, g, table.pages[seq.hit_tokens // group.page_tokens : table.end])
+                size = group.page_tokens // ledger.layout.unit_tokens
+                first = seq.hit_tokens // group.page_tokens
+                ends = seq.rows[(first + 1) * size - 1 : seq.units : size]
+                _discard(ledger, g, ledger.index.page_at[g][ends])
     seq.working = [NO_PAGE] * len(seq.working)
     seq.pending, seq.snapshot = {}, None
 

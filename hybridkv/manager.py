@@ -17,7 +17,17 @@ from hybridkv import audit, publication, reservation
 from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
 from hybridkv.errors import ConfigError, EmptyPrompt, RequestError, UsageError
-from hybridkv.hashing import Adapter, Image, Salt, chain_seed, digest_size, image_extras, layout_identity, unit_digests
+from hybridkv.hashing import (
+    Adapter,
+    Image,
+    Salt,
+    chain_seed,
+    checked_tokens,
+    digest_size,
+    image_extras,
+    layout_identity,
+    unit_digests,
+)
 from hybridkv.holding import tokens_that_fit
 from hybridkv.layout import plan_layout
 from hybridkv.ledger import Ledger
@@ -100,9 +110,9 @@ class GroupManager:
         Raises:
             EmptyPrompt, TokenOutOfRange, RequestError: the request can never be served as it is.
         """
-        ids = np.asarray(token_ids)
-        if ids.size == 0:
+        if np.size(token_ids) == 0:
             raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
+        ids = checked_tokens(token_ids)
         unit = self.unit_tokens
         seed = chain_seed(
             algorithm=self.hash,
@@ -112,7 +122,10 @@ class GroupManager:
             adapter=adapter,
             salt=salt,
         )
+        images = tuple(images)
         extras = image_extras(images, unit)
+        if images and (last_image := max(image[0] for image in images)) >= len(ids):
+            raise RequestError(f"an image starts at token {last_image}, past the prompt's {len(ids)} tokens")
         units = len(ids) // unit
         breakpoints = _checked_breakpoints(breakpoints, len(ids))
         digests = unit_digests(seed, ids[: units * unit], unit, extras, self.hash)
@@ -124,7 +137,7 @@ class GroupManager:
 
         seq = Sequence(self._next_id, as_tokens(ids), seed, len(self.groups))
         self._next_id += 1
-        seq.extras, seq.digests = extras, digests
+        seq.images, seq.extras, seq.digests = images, extras, digests
         hold_prefix(self._ledger, seq, rows[:hit])
         seq.hit_tokens = seq.length
         wanted = {len(ids) - 1, matched * unit, *breakpoints}
@@ -178,10 +191,10 @@ class GroupManager:
         if n < seq.reserved and self._ledger.states:
             raise UsageError(
                 f"cannot commit {n} of {seq.reserved} reserved tokens: the states have advanced past them; "
-                "close the sequence without caching, or reserve what you commit"
+                "truncate() goes back to a checkpoint; reserve what you commit"
             )
         fresh = max(seq.length + n - seq.known, 0)
-        given = np.zeros(0, np.uint32) if token_ids is None else np.atleast_1d(np.asarray(token_ids))
+        given = checked_tokens([] if token_ids is None else np.atleast_1d(np.asarray(token_ids)))
         if len(given) != fresh:
             raise UsageError(
                 f"commit needs the ids of {fresh} new tokens, got {len(given)}: {seq.known} tokens are known and "
@@ -197,14 +210,16 @@ class GroupManager:
         """One token of each sequence is computed; `token_ids[i]` is the token sequence i was fed.
 
         Raises:
-            UsageError: a sequence without a reservation, or lists of different lengths.
+            UsageError: a sequence that is not reserved for exactly one token, or lists of different lengths.
+            TokenOutOfRange: an id that is no uint32. In either case nothing was committed.
         """
         if len(seqs) != len(token_ids):
             raise UsageError(f"got {len(token_ids)} token ids for {len(seqs)} sequences")
+        for seq in seqs:
+            if seq.reserved != 1:
+                raise UsageError(f"{seq!r} is reserved for {seq.reserved} tokens; a decode step commits exactly 1")
         unit = self.unit_tokens
-        for seq, token in zip(seqs, token_ids, strict=True):
-            if not seq.reserved:
-                raise UsageError(f"{seq!r} has no reservation to commit")
+        for seq, token in zip(seqs, checked_tokens(token_ids).tolist(), strict=True):
             if len(seq.tokens) == seq.length:
                 seq.tokens.append(token)
             if (seq.length + 1) % unit:
@@ -255,6 +270,7 @@ class GroupManager:
         release_pages(self._ledger, seq, keep=cache)
         self._ledger.index.unhold(int(seq.rows[seq.units - 1]) if seq.units else -1)
         seq.closed = True
+        seq.reserved = seq.capacity = 0
         del self._open[seq.id]
 
     def token_pages(self, seq: Sequence, group: int) -> TokenPages:

@@ -128,7 +128,7 @@ class GroupPages:
         """One reference less on each of these distinct pages; returns those that nobody holds now."""
         refs = self.refs[pages] - 1
         self.refs[pages] = refs
-        idle = pages[refs == 0]
+        idle: Pages = pages[refs == 0]
         self.live -= len(idle)
         return idle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridkv.hashing import unit_digest, unit_digests
+from hybridkv.hashing import image_extras, unit_digest, unit_digests
 from hybridkv.ledger import Ledger
 from hybridkv.lookup import hold_prefix, release_pages, resumable_units
 from hybridkv.rules import page_ranges
@@ -46,7 +46,7 @@ def keep_end(ledger: Ledger, seq: Sequence) -> None:
 def fork(ledger: Ledger, seq: Sequence, id: int) -> Sequence:
     """A copy of `seq` that holds the same pages up to its length."""
     child = Sequence(id, seq.tokens[:], seq.seed, len(seq.tables))
-    child.extras, child.digests = seq.extras, seq.digests[:]
+    child.images, child.extras, child.digests = seq.images, seq.extras, seq.digests[:]
     child.hit_tokens, child.length, child.prompt_tokens = seq.hit_tokens, seq.length, seq.prompt_tokens
     child.set_rows(seq.rows[: seq.units], len(seq.digests))
     child.plan = seq.plan[:]
@@ -71,6 +71,8 @@ def truncate(ledger: Ledger, seq: Sequence, n: int) -> int:
     del seq.tokens[n:]
     seq.prompt_tokens = min(seq.prompt_tokens, n)
     seq.plan = [tokens for tokens in seq.plan if tokens <= n]
+    seq.images = tuple(image for image in seq.images if image[0] < n)
+    seq.extras = image_extras(seq.images, unit)
     _drop_pending(ledger, seq)
     old = int(seq.rows[seq.units - 1]) if seq.units else -1
     units = min(n // unit, seq.units)
@@ -80,11 +82,16 @@ def truncate(ledger: Ledger, seq: Sequence, n: int) -> int:
         seq.units = units
         ledger.index.hold(int(seq.rows[units - 1]) if units else -1)
     else:
+        if seq.snapshot is not None and seq.snapshot.tokens <= n:
+            _publish_states(ledger, seq, *seq.snapshot)
+            seq.snapshot = None
         rows = seq.rows[:units].copy()
         hit = resumable_units(ledger.layout, ledger.index, rows, units)
         release_pages(ledger, seq, keep=True)
         hold_prefix(ledger, seq, rows[:hit])
         seq.hit_tokens = min(seq.hit_tokens, seq.length)
+    # Past the new end others may replace the rows, and with them the resume points.
+    seq.made_points = [row for row in seq.made_points if ledger.index.depth[row] * unit <= seq.length]
     ledger.index.unhold(old)
     seq.reserved = seq.capacity = 0
     return seq.length

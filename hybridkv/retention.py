@@ -174,9 +174,12 @@ class Retention:
 
     def value(self, point: ResumePoint) -> float:
         """Tokens saved since the previous point of the chain, per byte that only this point keeps and unit of age."""
-        rows = self._index.chain(point.row)[:-1]
-        earlier = np.flatnonzero(np.isin(rows, np.fromiter(self._points, np.int64)))
-        saved = point.tokens - (int(earlier[-1]) + 1 if len(earlier) else 0) * self._layout.unit_tokens
+        chain = self._index.chain(point.row)[:-1]
+        others = np.fromiter(self._points, np.int64)
+        depths = self._index.depth[others]
+        others, depths = others[depths <= len(chain)], depths[depths <= len(chain)]
+        earlier = depths[chain[depths - 1] == others]
+        saved = point.tokens - int(earlier.max(initial=0)) * self._layout.unit_tokens
         freed = 1
         for g, held in enumerate(self.needed_pages(point.row, point.tokens)):
             alone = (self.needs[g][held] == 1) & (self._pool.groups[g].refs[held] == 0)

@@ -196,7 +196,7 @@ def resumable(rule: Rule, lengths: Lengths, page_tokens: int, present: NDArray[n
     known = len(present)
     whole = np.minimum(lengths // page_tokens, known)
     # Where a rule needs nothing, a prefix could end inside a page, which would then be published with its head empty.
-    ok = lengths % page_tokens == 0
+    ok: NDArray[np.bool_] = lengths % page_tokens == 0
     for start, stop in page_ranges(rule, lengths, page_tokens):
         inside = np.minimum(stop, whole)
         ok &= seen[inside] - seen[np.minimum(start, inside)] == stop - start

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import UsageError
+from hybridkv.hashing import Image
 
 NO_PAGE = -1
 
@@ -106,6 +107,7 @@ class Sequence:
     """One running request.
 
     Attributes:
+        images: multimodal input of the tokens so far; `extras` is what it adds to the digests.
         hit_tokens: prefix that was already computed when the request was opened.
         length: tokens computed so far.
         reserved: tokens past `length` that have pages in every group.
@@ -122,6 +124,7 @@ class Sequence:
         "extras",
         "hit_tokens",
         "id",
+        "images",
         "length",
         "made_points",
         "pending",
@@ -141,6 +144,7 @@ class Sequence:
         self.id = id
         self.tokens = tokens
         self.seed = seed
+        self.images: tuple[Image, ...] = ()
         self.extras: dict[int, bytes] = {}
         self.digests: list[bytes] = []
         self.rows = np.zeros(0, np.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,22 +23,12 @@ from torch import Tensor
 from hybridkv.entries import Part
 from hybridkv.errors import ConfigError
 from hybridkv.layout import GroupPlan, Layout
+from hybridkv.pool import PageCopy
 
 Slots = NDArray[np.int64]
 
 _COPY_BYTES = 64 << 20
 """Most bytes one batch of page copies holds outside the pool."""
-
-
-class Copy(Protocol):
-    """A page copy inside a group, as the manager emits it."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def src(self) -> int: ...
-    @property
-    def dst(self) -> int: ...
 
 
 class TokenIndex:
@@ -120,7 +110,7 @@ class PoolStorage:
     def write_tokens(self, g: int, entry: int, part: int, index: TokenIndex, values: Tensor) -> None:
         """Store `values` [n, *shape] at `index`, converted to the part's dtype."""
         view = self._views[g][entry][part]
-        values = values.to(view.pages.dtype)
+        values = values.detach().to(view.pages.dtype)
         if view.rows is None:
             view.pages[index.slots, index.rows] = values
         else:
@@ -134,9 +124,9 @@ class PoolStorage:
     def write_states(self, g: int, entry: int, part: int, slots: Tensor, values: Tensor) -> None:
         """Store `values` [n, *shape] in `slots` (int64 [n], all different), converted to the part's dtype."""
         rows = _flat(self._views[g][entry][part])
-        rows.index_copy_(0, slots, values.to(rows.dtype).reshape(len(slots), -1))
+        rows.index_copy_(0, slots, values.detach().to(rows.dtype).reshape(len(slots), -1))
 
-    def apply(self, copies: Sequence[Copy]) -> None:
+    def apply(self, copies: Sequence[PageCopy]) -> None:
         """Run page copies with the effect of running them one by one in order.
 
         Copies of one group run together as long as none reads or writes what another of them wrote. A change of
@@ -198,7 +188,7 @@ class PoolStorage:
         return typed.as_strided((self.layout.slots(g), min(-(-size // item), stride)), (stride, 1), 0)
 
 
-def _batches(copies: Sequence[Copy], limits: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+def _batches(copies: Sequence[PageCopy], limits: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     group, sources, targets, written = -1, list[int](), list[int](), set[int]()
     for copy in copies:
         full = len(sources) >= limits[copy.group]

@@ -1,0 +1,34 @@
+"""The `hybridkv` command. Every bad input gets one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import typer
+
+from hybridkv import __version__
+from hybridkv.cli.console import OneLineErrors
+from hybridkv.cli.generate import generate
+from hybridkv.cli.memory import memory
+
+app = typer.Typer(
+    name="hybridkv",
+    cls=OneLineErrors,
+    help="Run hybrid models from one shared pool of KV memory, and plan that memory.",
+    no_args_is_help=False,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(memory)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"hybridkv {__version__}")
+
+
+@app.callback(invoke_without_command=True)
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

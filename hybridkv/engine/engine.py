@@ -1,0 +1,229 @@
+"""The engine a user holds: many prompts in, outputs or a stream out, over one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+from hybridkv.audit import Usage
+from hybridkv.engine.core import EngineCore
+from hybridkv.engine.detokenize import Tokenizer
+from hybridkv.engine.outputs import RequestOutput, StreamEvent
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.prompts import Limits, Prompt, Prompts, breakpoints_for, params_for, token_lists
+from hybridkv.engine.request import Request
+from hybridkv.engine.scheduler import Plan, Scheduler
+from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError, TokenOutOfRange
+from hybridkv.hashing import Salt
+from hybridkv.hf.runner import ModelRunner
+from hybridkv.manager import GroupManager
+
+
+class Engine:
+    """Serves requests for one model from one pool. Made by `wrap()`; use it from one thread at a time.
+
+    Attributes:
+        manager: the group manager of the pool.
+        tokenizer: None if only token ids go in and out.
+
+    Args:
+        runner: runs packed forward passes of the model over the manager's pool.
+        manager: the same manager the runner has.
+        tokenizer: needed for string prompts, stop strings and text.
+        eos_token_ids: tokens that end an output unless its params ignore them.
+        max_batch_tokens: most tokens in one forward pass.
+        max_running: most requests that hold pages at once.
+
+    Raises:
+        ConfigError: a limit below 1.
+        PoolTooSmall: the pool cannot hold a request of two tokens.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        manager: GroupManager,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        max_batch_tokens: int = 2048,
+        max_running: int = 64,
+    ) -> None:
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self._runner = runner
+        self._eos = eos_token_ids
+        self._core = EngineCore(runner, manager, Scheduler(manager, max_batch_tokens, max_running))
+        self._limits = Limits(
+            runner.vocab_size, runner.max_positions, manager.tokens_that_fit(), manager.layout.pool_bytes
+        )
+        if self._limits.pool_tokens < 2:
+            raise PoolTooSmall(
+                f"a pool of {self._limits.pool_bytes} bytes holds {self._limits.pool_tokens} tokens of this model; "
+                "give it more memory"
+            )
+        self._arrivals = 0
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        breakpoints: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        salt: Salt | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Serve all prompts together and return their outputs in the same order.
+
+        Args:
+            prompts: a string, a list of token ids, or a sequence of such, of any lengths.
+            params: one for all or one per prompt; greedy with 64 tokens by default.
+            breakpoints: prompt positions in tokens at which a later prompt is likely to part, such as the end of a
+                system prompt: one list for all prompts or one list each. A resume point is kept at each.
+            salt: only requests with the same salt share cached pages.
+            progress: show a bar on stderr.
+
+        Raises:
+            RequestError: one of the prompts or params can never be served. Nothing was scheduled.
+            EngineClosed: after `close()`.
+        """
+        requests = self._requests(prompts, params, breakpoints, salt)
+        with tqdm(total=len(requests), desc="Generating", unit="request", disable=not progress) as bar:
+            tokens = 0
+            for request in requests:
+                self._core.submit(request)
+            try:
+                while not all(request.done for request in requests):
+                    plan = self._step()
+                    tokens += len(plan.decodes) + sum(chunk.size for chunk in plan.chunks)
+                    bar.update(sum(request.done for request in requests) - bar.n)
+                    bar.set_postfix(tokens=tokens, refresh=False)
+            except BaseException:
+                for request in requests:
+                    self._core.drop(request)
+                raise
+        return [_output(request) for request in requests]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        breakpoints: Sequence[int] | None = None,
+        salt: Salt | None = None,
+        progress: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """Serve one prompt and yield each token as it comes; the last event carries the whole output.
+
+        The prompt is checked at once and scheduled when the first event is asked for. Closing the iterator early
+        gives the request's pages back. Several streams may be open together: each step of one moves all of them.
+
+        Args:
+            progress: show a bar of the prompt's computation on stderr.
+
+        Raises:
+            RequestError: the prompt or params can never be served.
+            EngineClosed: after `close()`.
+        """
+        requests = self._requests(prompt, params, breakpoints, salt)
+        if len(requests) != 1:
+            raise RequestError(f"stream() serves one prompt, got {len(requests)}; use generate() for several")
+        return self._stream(requests[0], progress)
+
+    def usage(self) -> Usage:
+        """Bytes of the pool by layer group: live, cached, free."""
+        return self.manager.usage()
+
+    def clear_cache(self) -> int:
+        """Drop every cached page no running request holds; returns the bytes that became free."""
+        return self.manager.evict(self.manager.layout.pool_bytes)
+
+    def close(self) -> None:
+        """Drop every request and give the model back as it was. Closing twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            self._core.drop_all()
+            self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream(self, request: Request, progress: bool) -> Iterator[StreamEvent]:
+        self._core.submit(request)
+        try:
+            with tqdm(
+                total=len(request.prompt), desc="Prefill", unit="token", disable=not progress, leave=False
+            ) as bar:
+                while not request.events and not request.done:
+                    self._step()
+                    bar.update(min(request.computed, len(request.prompt)) - bar.n)
+            while True:
+                while request.events:
+                    yield request.events.popleft()
+                if request.done:
+                    _output(request)
+                    return
+                self._step()
+        finally:
+            self._core.drop(request)
+
+    def _step(self) -> Plan:
+        if self._closed:
+            raise EngineClosed("the engine is closed; wrap the model again")
+        return self._core.step()
+
+    def _requests(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        breakpoints: Sequence[int] | Sequence[Sequence[int]] | None,
+        salt: Salt | None,
+    ) -> list[Request]:
+        """Checked requests, none of them scheduled."""
+        if self._closed:
+            raise EngineClosed("the engine is closed; wrap the model again")
+        if salt is not None and not isinstance(salt, str | bytes):
+            raise RequestError(f"a salt is a string or bytes, got {type(salt).__name__}")
+        lists = token_lists(prompts, self.tokenizer)
+        each = params_for(params, len(lists))
+        points = breakpoints_for(breakpoints, [len(tokens) for tokens in lists])
+        for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
+            try:
+                self._limits.check(tokens, one)
+                self._check_stops(one)
+            except RequestError as error:
+                if len(lists) == 1:
+                    raise
+                raise type(error)(f"prompt {i}: {error}") from None
+        requests = []
+        for tokens, one, positions in zip(lists, each, points, strict=True):
+            stop_ids = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._eos)
+            self._arrivals += 1
+            requests.append(Request(self._arrivals, tokens, one, stop_ids, salt, positions, tokenizer=self.tokenizer))
+        return requests
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise InvalidSampling("stop strings need a tokenizer; pass one to wrap(), or use stop_token_ids")
+        for token in params.stop_token_ids:
+            if token >= self._limits.vocab_size:
+                raise TokenOutOfRange(
+                    f"stop token id {token} is outside the vocabulary; ids are 0 to {self._limits.vocab_size - 1}"
+                )
+
+
+def _output(request: Request) -> RequestOutput:
+    if request.output is None:
+        raise HybridKVError(
+            "the request was dropped: another call on this engine failed in the same forward pass, or it was closed"
+        )
+    return request.output

@@ -1,0 +1,155 @@
+"""From what a caller passes to checked token ids: everything that can refuse a request does so here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from hybridkv.engine.detokenize import Tokenizer
+from hybridkv.engine.params import SamplingParams
+from hybridkv.errors import EmptyPrompt, InvalidSampling, PromptTooLong, RequestError, TokenOutOfRange
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine can serve.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_positions: tokens of the model's context, None if it has no limit.
+        pool_tokens: longest request the empty pool can hold.
+        pool_bytes: size of that pool.
+    """
+
+    vocab_size: int
+    max_positions: int | None
+    pool_tokens: int
+    pool_bytes: int
+
+    def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            EmptyPrompt, TokenOutOfRange, PromptTooLong: as they say, with the numbers.
+        """
+        if not tokens:
+            raise EmptyPrompt("the prompt is empty; give at least one token")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self.vocab_size:
+                raise TokenOutOfRange(
+                    f"token id {token} at position {tokens.index(token)} is outside the vocabulary; "
+                    f"ids are 0 to {self.vocab_size - 1}"
+                )
+        total = len(tokens) + params.max_tokens
+        asked = f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}, {total} in all"
+        if self.max_positions is not None and total > self.max_positions:
+            raise PromptTooLong(
+                f"{asked}, but the model's context holds {self.max_positions}; shorten the prompt or lower max_tokens"
+            )
+        # The last generated token is never computed, so it needs no room.
+        if total - 1 > self.pool_tokens:
+            raise PromptTooLong(
+                f"{asked}, but the pool of {self.pool_bytes} bytes holds at most {self.pool_tokens + 1}; "
+                "give it more memory, shorten the prompt or lower max_tokens"
+            )
+
+
+def token_lists(prompts: Prompts, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Token ids of one prompt or several.
+
+    Args:
+        prompts: a string, a list of token ids, or a sequence of such. Arrays and tensors of ids count as lists.
+
+    Raises:
+        EmptyPrompt: no prompt at all, or an empty one.
+        RequestError: something else, or a string where there is no tokenizer.
+    """
+    given = _plain(prompts)
+    if isinstance(given, str) or _is_ids(given):
+        given = [given]
+    if not isinstance(given, Iterable):
+        raise RequestError(f"prompts must be strings or lists of token ids, got {type(given).__name__}")
+    lists = [_tokens(_plain(prompt), tokenizer) for prompt in given]
+    if not lists:
+        raise EmptyPrompt("no prompt was given; give at least one string or list of token ids")
+    return lists
+
+
+def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt.
+
+    Raises:
+        InvalidSampling: another type, or a list of another length.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params) if isinstance(params, Iterable) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise InvalidSampling(f"params must be SamplingParams or a list of them, got {type(one).__name__}")
+    if len(each) != count:
+        raise InvalidSampling(f"{count} prompts but {len(each)} SamplingParams; give one for all or one for each")
+    return each
+
+
+def breakpoints_for(
+    breakpoints: Sequence[int] | Sequence[Sequence[int]] | None, lengths: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Breakpoints per prompt; positions past its end are left out, so that one list can serve many prompts.
+
+    Raises:
+        RequestError: not positions, or lists for another number of prompts.
+    """
+    given: Any = () if breakpoints is None else _plain(breakpoints)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise RequestError(f"breakpoints must be a list of positions, got {breakpoints!r}")
+    if given and isinstance(given[0], Iterable):
+        if len(given) != len(lengths):
+            raise RequestError(
+                f"{len(lengths)} prompts but breakpoints for {len(given)}; give one list for all or one each"
+            )
+        each = [list(positions) for positions in given]
+    else:
+        each = [list(given)] * len(lengths)
+    for position in (position for positions in each for position in positions):
+        if isinstance(position, bool) or not isinstance(position, Integral) or position < 0:
+            raise RequestError(f"a breakpoint is a number of tokens of at least 0, got {position!r}")
+    return [
+        tuple(sorted({int(position) for position in positions if position <= length}))
+        for positions, length in zip(each, lengths, strict=True)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Lists for arrays and tensors, anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, np.generic) else value
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray) or (
+        isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Integral)
+    )
+
+
+def _tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a string prompt needs a tokenizer; pass one to wrap(), or pass token ids")
+        if not prompt:
+            raise EmptyPrompt("the prompt is an empty string; give at least one character")
+        return list(tokenizer.encode(prompt))
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise RequestError(f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}")
+    if type(prompt) is list and set(map(type, prompt)) <= {int}:
+        return list(prompt)
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise RequestError(f"a prompt must hold integer token ids, got {token!r}")
+    return [int(token) for token in prompt]

@@ -1,0 +1,142 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.engine.detokenize import OutputText, Tokenizer
+from hybridkv.engine.outputs import FinishReason, RequestOutput, StreamEvent
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.sampler import SamplerState
+from hybridkv.errors import UsageError
+from hybridkv.hashing import Salt
+from hybridkv.sequence import Sequence as ManagedSequence
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, its progress and its sequence in the manager while it runs.
+
+    Attributes:
+        arrival: number in order of submission.
+        tokens: prompt and generated tokens.
+        stop_ids: token ids that end it, end-of-sequence ids included.
+        seq: held while running, None while waiting or done.
+    """
+
+    arrival: int
+    prompt: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    salt: Salt | None = None
+    breakpoints: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
+    seq: ManagedSequence | None = None
+    cached_tokens: int | None = None
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    dropped: bool = False
+    output: RequestOutput | None = None
+    events: deque[StreamEvent] = field(default_factory=deque)
+    tokens: list[int] = field(init=False)
+    state: SamplerState = field(init=False)
+    _array: NDArray[np.int64] = field(init=False)
+    _text: OutputText = field(init=False)
+    _submitted: float = field(default_factory=time.perf_counter)
+    _first: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.state = SamplerState(self.params, self.prompt)
+        self._array = np.array(self.prompt, dtype=np.int64)
+        self._text = OutputText(self.tokenizer, self.params.stop)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def done(self) -> bool:
+        return self.dropped or self.finish_reason is not None
+
+    @property
+    def sequence(self) -> ManagedSequence:
+        """The sequence of a running request.
+
+        Raises:
+            UsageError: the request is waiting or done.
+        """
+        if self.seq is None:
+            raise UsageError(f"request {self.arrival} holds no sequence")
+        return self.seq
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose keys, values and states are in the pool."""
+        return self.seq.length if self.seq is not None else 0
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next token to compute is one the sequence was not opened with."""
+        return self.seq is not None and self.seq.length == self.seq.known
+
+    def shared_tokens(self, other: Request, unit_tokens: int) -> int:
+        """Longest prefix of this prompt, in whole token units and short of its last token, that `other` shares."""
+        if self.salt != other.salt:
+            return 0
+        size = min(len(self._array) - 1, len(other._array))
+        differs = self._array[:size] != other._array[:size]
+        common = int(differs.argmax()) if differs.any() else size
+        return common - common % unit_tokens
+
+    def append(self, token: int) -> None:
+        """Take a sampled token: text, stop conditions, event."""
+        if len(self.tokens) == len(self.prompt):
+            self._first = time.perf_counter()
+        self.tokens.append(token)
+        self.state.append(token)
+        text = "" if token in self.stop_ids else self._text.push(token)
+        last = token in self.stop_ids or len(self.tokens) - len(self.prompt) >= self.params.max_tokens
+        if last:
+            text += self._text.finish()
+        if token in self.stop_ids or self._text.stopped:
+            self.finish_reason = "stop"
+        elif last:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self.output = self._finished(self.finish_reason)
+        self.events.append(StreamEvent([token], text, self.finish_reason, self.output))
+
+    def _finished(self, reason: FinishReason) -> RequestOutput:
+        now = time.perf_counter()
+        return RequestOutput(
+            token_ids=self.generated,
+            text=self._text.text,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens or 0,
+            finish_reason=reason,
+            ttft_s=self._first - self._submitted,
+            total_s=now - self._submitted,
+            preemptions=self.preemptions,
+        )
+
+
+def shared_boundaries(request: Request, others: Sequence[Request], unit_tokens: int, most: int) -> tuple[int, ...]:
+    """Where the prompts of `others` part from this one: boundaries worth a resume point, the most shared first."""
+    counts: dict[int, int] = {}
+    for other in others:
+        boundary = other.shared_tokens(request, unit_tokens)
+        if boundary:
+            counts[boundary] = counts.get(boundary, 0) + 1
+    return tuple(sorted(counts, key=lambda boundary: (-counts[boundary], -boundary))[:most])

@@ -1,0 +1,186 @@
+"""Which tokens the next forward pass computes, and who gives way when the pages run out.
+
+One step holds every running decode, one token each, then chunks of prompts in order of arrival, within a budget of
+tokens; a long prompt therefore never holds up a decode. Rules, all of them:
+
+- A decode that finds no page preempts the request that arrived last. It goes back to the front of the queue with its
+  prompt and its output so far, and its pages stay cached.
+- A prompt chunk that finds no page is halved until it fits; if nothing fits, the prompt sits the step out. Only where
+  the step would otherwise be empty does it preempt.
+- After pages ran out nobody is admitted until a running request has finished, so that a preempted request does not
+  come back only to be preempted again.
+- A waiting request that shares a prefix with a prompt being computed waits for that prefix rather than compute it
+  twice, and the prompt being computed keeps a resume point there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from hybridkv.engine.request import Request, shared_boundaries
+from hybridkv.errors import ConfigError, OutOfPages
+from hybridkv.manager import GroupManager
+
+_SHARED_RESUME_POINTS = 4
+
+
+class Chunk(NamedTuple):
+    """The next `size` tokens of a prompt."""
+
+    request: Request
+    size: int
+
+
+class Plan(NamedTuple):
+    """One forward pass. Pages are reserved for all of it."""
+
+    decodes: list[Request]
+    chunks: list[Chunk]
+
+    @property
+    def empty(self) -> bool:
+        return not self.decodes and not self.chunks
+
+
+class Scheduler:
+    """The waiting queue and the running requests of one engine."""
+
+    def __init__(self, manager: GroupManager, max_batch_tokens: int, max_running: int) -> None:
+        for name, value in (("max_batch_tokens", max_batch_tokens), ("max_running", max_running)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        self._manager = manager
+        self._unit = manager.layout.unit_tokens
+        self._max_batch_tokens = max_batch_tokens
+        # Every running request may decode in the same step.
+        self._max_running = min(max_running, max_batch_tokens)
+        self._starved = False
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that was checked."""
+        self.waiting.append(request)
+
+    def plan(self) -> Plan:
+        """Choose and reserve the next forward pass; empty only if no request is left.
+
+        Raises:
+            OutOfPages: the only running request cannot go on, because others hold pages of this pool.
+        """
+        plan = Plan(self._reserve_decodes(), [])
+        budget = self._max_batch_tokens - len(plan.decodes)
+        for request in [r for r in self.running if not r.decoding]:
+            if budget and request.seq is not None:
+                budget -= self._add_chunk(plan, request, min(budget, request.remaining))
+        self._admit(plan, budget)
+        return plan
+
+    def finish(self, request: Request) -> None:
+        """Take a finished request out; what it computed stays cached."""
+        self.running.remove(request)
+        self._close(request, cache=True)
+        self._starved = False
+
+    def drop(self, request: Request) -> None:
+        """Take out a request nobody wants any more, between two steps."""
+        request.dropped = True
+        if request.seq is not None:
+            self.finish(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def drop_all(self) -> None:
+        """Close everything after a failed step; what that step wrote is not trusted."""
+        for request in (*self.running, *self.waiting):
+            request.dropped = True
+            self._close(request, cache=False)
+        self.running.clear()
+        self.waiting.clear()
+        self._starved = False
+
+    def _reserve_decodes(self) -> list[Request]:
+        while decodes := [request for request in self.running if request.decoding]:
+            try:
+                self._manager.reserve_decode([request.sequence for request in decodes])
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                self._preempt_latest()
+            else:
+                break
+        return decodes
+
+    def _add_chunk(self, plan: Plan, request: Request, size: int) -> int:
+        """Plan a chunk of a running prompt, as much of it as there is room for; its size, or 0."""
+        while not (fits := self._reserve(request, size)):
+            self._starved = True
+            if not plan.empty:
+                return 0
+            if len(self.running) == 1:
+                self._manager.reserve(request.sequence, 1)
+            else:
+                self._preempt_latest(keep=request)
+        plan.chunks.append(Chunk(request, fits))
+        return fits
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        for request in list(islice(self.waiting, self._max_running)):
+            if not budget or len(self.running) >= self._max_running or (self._starved and self.running):
+                return
+            if self._prefix_is_coming(request):
+                continue
+            self._open(request)
+            size = min(budget, request.remaining)
+            if self.running and not self._reserve(request, size, smallest=size):
+                self._starved = True
+                self._close(request, cache=True)
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            if len(self.running) > 1:
+                plan.chunks.append(Chunk(request, size))
+            else:
+                size = self._add_chunk(plan, request, size)
+            budget -= size
+            if request.cached_tokens is None:
+                request.cached_tokens = request.computed
+
+    def _reserve(self, request: Request, size: int, smallest: int = 1) -> int:
+        """Reserve `size` tokens, or half of it and so on down to `smallest`; how many, or 0."""
+        while size >= smallest:
+            try:
+                self._manager.reserve(request.sequence, size)
+            except OutOfPages:
+                size //= 2
+            else:
+                return size
+        return 0
+
+    def _open(self, request: Request) -> None:
+        others = [other for other in islice(self.waiting, self._max_running) if other is not request]
+        shared = shared_boundaries(request, others, self._unit, _SHARED_RESUME_POINTS)
+        request.seq = self._manager.open(
+            request.tokens, salt=request.salt, breakpoints=tuple(sorted({*request.breakpoints, *shared}))
+        )
+
+    def _prefix_is_coming(self, request: Request) -> bool:
+        return any(
+            other.computed < len(other.prompt) and request.shared_tokens(other, self._unit) > other.computed
+            for other in self.running
+        )
+
+    def _preempt_latest(self, keep: Request | None = None) -> None:
+        victim = max((r for r in self.running if r is not keep), key=lambda request: request.arrival)
+        self.running.remove(victim)
+        self._close(victim, cache=True)
+        victim.preemptions += 1
+        self.waiting.appendleft(victim)
+        self._starved = True
+
+    def _close(self, request: Request, *, cache: bool) -> None:
+        if request.seq is not None:
+            self._manager.close(request.seq, cache=cache)
+            request.seq = None

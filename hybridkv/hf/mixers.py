@@ -1,0 +1,181 @@
+"""Recurrent layers made to know spans and states, without touching any model.
+
+Mixers of transformers call functions of their own module: a convolution, then a scan. Those names are wrapped, module
+by module. Outside a pass of ours a wrapper calls what it replaced; inside a packed pass it runs the operation span by
+span over state pages. Wrapping counts its users and is undone by the last of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from hybridkv.hf.step import PackedStep, active_step
+from hybridkv.ops.conv import packed_conv
+from hybridkv.ops.delta import packed_delta_rule
+from hybridkv.ops.mamba1 import packed_selective_scan
+from hybridkv.ops.mamba2 import Discretisation, packed_ssd
+from hybridkv.ops.selective_scan import selective_scan
+
+CONV, RECURRENT = 0, 1
+"""Parts of a recurrent layer's entry."""
+
+Function = Callable[..., Any]
+Handler = Callable[..., Any]
+
+resumed_state: ContextVar[Tensor | None] = ContextVar("hybridkv_resumed_state", default=None)
+"""The state [batch, channels, N] a Mamba-1 scan in this context starts from; the stock scan always starts at zero."""
+
+
+def _conv(
+    step: PackedStep,
+    module: ModuleType,
+    original: Function,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **ignored: Any,
+) -> Tensor:
+    plan, entry = step.states_of(step.layer)
+    function = None if activation is None else ACT2FN[activation]
+    return packed_conv(hidden_states, weight, bias, function, plan, entry, CONV)
+
+
+def _selective_scan(
+    step: PackedStep,
+    module: ModuleType,
+    original: Function,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **ignored: Any,
+) -> Any:
+    plan, entry = step.states_of(step.layer)
+    y = packed_selective_scan(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, plan, entry, RECURRENT)
+    return (y, None) if return_last_state else y
+
+
+def _chunk_scan(
+    step: PackedStep,
+    module: ModuleType,
+    original: Function,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **ignored: Any,
+) -> Any:
+    plan, entry = step.states_of(step.layer)
+    rule = Discretisation(A, dt_bias, dt_softplus, (float(dt_limit[0]), float(dt_limit[1])))
+    y = packed_ssd(hidden_states, dt, B, C, D, rule, chunk_size, original, plan, entry, RECURRENT)
+    return (y, None) if return_final_states else y
+
+
+def _delta_rule(
+    step: PackedStep,
+    module: ModuleType,
+    original: Function,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    plan, entry = step.states_of(step.layer)
+    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    recurrent = getattr(module, "torch_recurrent_gated_delta_rule", original)
+    out = packed_delta_rule(query, key, value, g, beta, options, original, recurrent, plan, entry, RECURRENT)
+    return out, None
+
+
+_HANDLERS: Mapping[str, Handler] = {
+    "causal_conv1d_fn": _conv,
+    "mamba_selective_scan": _selective_scan,
+    "mamba2_chunk_scan": _chunk_scan,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+}
+
+
+class Wrapped:
+    """A module's function while somebody needs to get between. Calls outside a pass of ours go straight through."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self.original: Function = getattr(module, name)
+        self.users = 0
+        self._module = module
+        self._handler = _HANDLERS[name]
+        self._resumes = name == "mamba_selective_scan"
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = active_step.get()
+        if step is not None:
+            return self._handler(step, self._module, self.original, *args, **kwargs)
+        state = resumed_state.get() if self._resumes else None
+        if state is not None:
+            return _resumed_scan(state, *args, **kwargs)
+        return self.original(*args, **kwargs)
+
+
+def _resumed_scan(state: Tensor, *args: Any, return_last_state: bool = False, **kwargs: Any) -> Any:
+    for unknown in ("use_mambapy", "use_associative_scan"):
+        kwargs.pop(unknown, None)
+    y, final = selective_scan(*args, initial_state=state, **kwargs)
+    return (y, final) if return_last_state else y
+
+
+class MixerHooks:
+    """Holds the wrapped functions of a model's modules until `close`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {type(module).__module__ for module in model.modules()}
+        self._held: list[tuple[ModuleType, str]] = []
+        for module_name in sorted(names):
+            module = sys.modules.get(module_name)
+            if module is None or not module_name.startswith("transformers."):
+                continue
+            for name in _HANDLERS:
+                if callable(getattr(module, name, None)):
+                    self._hold(module, name)
+
+    def close(self) -> None:
+        """Let go; a function nobody holds any more is put back. Calling it again changes nothing."""
+        while self._held:
+            module, name = self._held.pop()
+            wrapped = getattr(module, name)
+            if isinstance(wrapped, Wrapped):
+                wrapped.users -= 1
+                if wrapped.users == 0:
+                    setattr(module, name, wrapped.original)
+
+    def _hold(self, module: ModuleType, name: str) -> None:
+        current = getattr(module, name)
+        if not isinstance(current, Wrapped):
+            current = Wrapped(module, name)
+            setattr(module, name, current)
+        current.users += 1
+        self._held.append((module, name))

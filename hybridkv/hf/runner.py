@@ -1,0 +1,213 @@
+"""Runs an unmodified Hugging Face model over the pool: one forward pass per step for any mix of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridkv.catalog import model_entries
+from hybridkv.config import parse_bytes
+from hybridkv.entries import CacheEntry, LayerGroup, group_entries
+from hybridkv.errors import ConfigError, UnsupportedModel, UsageError
+from hybridkv.hf.attention import attention_configs, packed_pass
+from hybridkv.hf.cache import PackedCache
+from hybridkv.hf.mixers import MixerHooks
+from hybridkv.hf.step import LayerMap, PackedStep, Span
+from hybridkv.manager import GroupManager
+from hybridkv.storage import PoolStorage
+
+__all__ = ["ModelRunner", "Span", "build_manager", "check_model"]
+
+# Rotary angles that change with the longest position of a batch: a token's key would depend on its neighbours.
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+def build_manager(
+    model: nn.Module,
+    /,
+    memory: int | str,
+    *,
+    page_tokens: int | Mapping[str, int] = 16,
+    **options: Any,
+) -> GroupManager:
+    """A manager for a loaded model, with the cache entries of its config in the dtype its weights have.
+
+    Args:
+        model: a transformers causal language model.
+        memory: the pool, an int of bytes or "1GiB".
+        page_tokens: tokens per attention page, one number or one per kind.
+        options: of `GroupManager`.
+
+    Raises:
+        UnsupportedModel: the model cannot be served.
+        ConfigError: a setting that cannot work; PoolTooSmall where the pool has no room for one slab per group.
+    """
+    entries = check_model(model)
+    config = getattr(model, "config", None)
+    options.setdefault("model", str(getattr(config, "name_or_path", "") or getattr(config, "model_type", "")))
+    return GroupManager(group_entries(entries, page_tokens), parse_bytes(memory), **options)
+
+
+def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
+    """The cache entries of a model that can be served.
+
+    Raises:
+        UnsupportedModel: it cannot, with the reason and what to do.
+    """
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or config is None:
+        raise UnsupportedModel(
+            f"expected a transformers causal language model, got {type(model).__name__}; "
+            "load one with AutoModelForCausalLM.from_pretrained()"
+        )
+    kind = f"model type {getattr(config, 'model_type', '?')!r}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{kind} is an encoder-decoder; its cross-attention layers have no prefix to share. Use its own generate()"
+        )
+    head = getattr(model, "get_output_embeddings", None)
+    if head is None or head() is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language-model head; load the model with AutoModelForCausalLM"
+        )
+    if model.training:
+        raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise UnsupportedModel(
+            f"{kind} is spread over {', '.join(sorted(map(str, devices)))}, but the pool is one tensor on one device; "
+            "load the model onto one device"
+        )
+    if next(iter(devices)).type == "meta":
+        raise UnsupportedModel(f"{kind} has no weights yet (device 'meta'); load them first")
+    entries = model_entries(config, _dtype_name(model))
+    for rope in _rope_types(config):
+        if rope in _ROPE_BY_LENGTH:
+            raise UnsupportedModel(
+                f"{kind} has full_attention layers with rotary type {rope!r}, whose angles depend on the longest "
+                "sequence of a batch, so cached keys cannot be reused; load it with the default rotary type"
+            )
+    return entries
+
+
+class ModelRunner:
+    """One model, one pool, one packed forward pass per call. The model behaves as before outside `forward`.
+
+    Attributes:
+        model, manager, storage: what it connects.
+        vocab_size: entries of a logits row.
+        max_positions: the model's context length in tokens, or None if it has none.
+        layers: where each layer keeps its tokens and states.
+        layer_count: of the model.
+    """
+
+    def __init__(self, model: nn.Module, manager: GroupManager, *, poison: bool = False) -> None:
+        """Allocate the pool and get between the model and its caches.
+
+        Args:
+            model: a transformers causal language model in eval mode, on one device.
+            manager: for the same layers, e.g. from `build_manager`.
+            poison: fill pages nobody owns with NaN before every pass, to prove that none of them is read.
+
+        Raises:
+            UnsupportedModel: the model cannot be served.
+            ConfigError: the manager's groups are not this model's.
+        """
+        entries = check_model(model)
+        _check_groups(entries, manager.groups)
+        config: Any = model.config
+        text = config.get_text_config(decoder=True)
+        self.model = model
+        self.manager = manager
+        self.vocab_size = int(text.vocab_size)
+        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self.storage = PoolStorage(manager.layout, next(model.parameters()).device, poison=poison)
+        self.layers = LayerMap(manager.groups)
+        self.layer_count = max(int(text.num_hidden_layers), self.layers.layers)
+        self._dtype = model_dtype(model)
+        self._configs = attention_configs(model)
+        self._hooks: MixerHooks | None = MixerHooks(model)
+
+    def forward(self, spans: Sequence[Span]) -> Tensor:
+        """Compute every span's tokens in one pass and store what later tokens need.
+
+        Runs the manager's pending page copies first, so all reservations of the step must have been made, and each
+        span must be committed before the next pass. If it raises, states may be half advanced: close the sequences
+        instead (nothing of an unfinished step is ever published).
+
+        Args:
+            spans: at least one, each of another sequence; the tokens from `seq.length` on, all reserved.
+
+        Returns:
+            float32 [spans, vocab], the logits after each span's last token, in the order given.
+
+        Raises:
+            UsageError: the runner is closed, the model was put into training mode, or spans that were not reserved.
+        """
+        if self._hooks is None:
+            raise UsageError("this runner is closed")
+        if self.model.training:
+            raise UsageError("the model is in training mode; call model.eval() before the next pass")
+        with torch.no_grad():
+            self.settle()
+            step = PackedStep(self.manager, self.storage, self.layers, spans, self._dtype)
+            cache = PackedCache(step, self.layer_count, frozenset(self.layers.states), frozenset(self.layers.tokens))
+            with packed_pass(self._configs, step):
+                output = self.model(
+                    input_ids=step.input_ids,
+                    position_ids=step.position_ids,
+                    cache=cache,
+                    use_cache=True,
+                    logits_to_keep=step.last,
+                    return_dict=True,
+                )
+            logits: Tensor = output.logits[0].float()
+        return logits
+
+    def settle(self) -> None:
+        """Run the manager's pending page copies; in poison mode, fill the pages nobody owns with NaN."""
+        self.storage.apply(self.manager.take_copies())
+        if self.storage.poisoned:
+            for g in range(len(self.manager.groups)):
+                self.storage.poison(g, self.manager.free_slots(g))
+
+    def close(self) -> None:
+        """Give the model's modules back their own functions. Calling it again changes nothing."""
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype keys, values and conv states have: that of the model's floating-point weights."""
+    dtype = getattr(model, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype
+
+
+def _dtype_name(model: nn.Module) -> str:
+    return str(model_dtype(model)).removeprefix("torch.")
+
+
+def _rope_types(config: Any) -> set[str]:
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
+    if not isinstance(rope, Mapping):
+        return set()
+    settings = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    return {str(setting["rope_type"]) for setting in settings if "rope_type" in setting}
+
+
+def _check_groups(entries: Sequence[CacheEntry], groups: Sequence[LayerGroup]) -> None:
+    wanted = {(entry.layer, entry.index, entry.kind, entry.parts, entry.params) for entry in entries}
+    given = {
+        (ref.layer, ref.number, group.kind, group.parts, group.params) for group in groups for ref in group.entries
+    }
+    if wanted != given:
+        layer, _, kind, parts, _ = sorted(wanted ^ given, key=lambda item: item[:3])[0]
+        raise ConfigError(
+            f"the manager's groups are not this model's: they differ at layer {layer} ({kind}, "
+            f"{', '.join(f'{part.name} {part.shape} {part.dtype}' for part in parts)}); "
+            "make the manager with hybridkv.hf.runner.build_manager(model, memory)"
+        )

@@ -1,0 +1,175 @@
+"""One step: spans of many requests as one packed row, and where every layer finds its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from hybridkv.entries import LayerGroup
+from hybridkv.errors import UsageError
+from hybridkv.manager import GroupManager
+from hybridkv.ops.planning import PageTable, plan_tokens
+from hybridkv.ops.spans import Entry, StateChunk, StatePlan, TokenPlan
+from hybridkv.sequence import Sequence as Request
+from hybridkv.sequence import StatePages
+from hybridkv.storage import PoolStorage
+
+Ints = NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """Tokens of one request for one forward pass, reserved and not yet committed.
+
+    Attributes:
+        seq: the request; the tokens follow its `length`.
+        token_ids: one or more token ids.
+    """
+
+    seq: Request
+    token_ids: ArrayLike
+
+
+class LayerMap:
+    """Which group, and which entry of it, a layer of the model keeps its tokens and its state in."""
+
+    def __init__(self, groups: Sequence[LayerGroup]) -> None:
+        self.tokens: dict[int, tuple[int, int]] = {}
+        self.states: dict[int, tuple[int, int]] = {}
+        for g, group in enumerate(groups):
+            for e, entry in enumerate(group.entries):
+                kept = self.states if group.is_state else self.tokens
+                if entry.number or entry.layer in kept:
+                    raise UsageError(
+                        f"layer {entry.layer} keeps more than one entry of a kind; none of its calls say which"
+                    )
+                kept[entry.layer] = g, e
+
+    @property
+    def layers(self) -> int:
+        """One more than the last layer that keeps anything."""
+        return 1 + max([*self.tokens, *self.states])
+
+
+class PackedStep:
+    """The plan of one packed forward pass.
+
+    Attributes:
+        input_ids: int64 [1, tokens].
+        position_ids: int64 [1, tokens].
+        last: int64 [spans], the packed place of each span's last token, in the order the spans were given.
+        layer: layer whose attention or mixer runs now, as the cache saw it.
+    """
+
+    def __init__(
+        self, manager: GroupManager, storage: PoolStorage, layers: LayerMap, spans: Sequence[Span], dtype: torch.dtype
+    ) -> None:
+        """Plan a pass over `spans`.
+
+        Args:
+            manager: knows every span's pages; all reservations of the step were made.
+            storage: where the pages lie, with all copies done.
+            layers: of the manager's groups.
+            spans: at least one, each of another request.
+            dtype: queries will have it.
+
+        Raises:
+            UsageError: no spans, an empty one, a request twice, or tokens that were not reserved.
+        """
+        device = storage.device
+        tokens = [np.atleast_1d(np.asarray(span.token_ids, np.int64)) for span in spans]
+        _check(spans, tokens)
+        counts = np.array([len(ids) for ids in tokens], np.int64)
+        lengths = np.array([span.seq.length for span in spans], np.int64)
+        # One-token spans first, longest history first, so that every kind of layer finds its batches as slices.
+        order = np.lexsort((-lengths, counts > 1))
+        singles = int((counts == 1).sum())
+        counts, lengths = counts[order], lengths[order]
+        stops = np.cumsum(counts)
+        positions = np.arange(stops[-1]) - np.repeat(stops - counts - lengths, counts)
+        last = np.empty(len(spans), np.int64)
+        last[order] = stops - 1
+        self.input_ids = _tensor(np.concatenate([tokens[i] for i in order]), device)[None]
+        self.position_ids = _tensor(positions, device)[None]
+        self.last = _tensor(last, device)
+        self.layer = -1
+        self._layers = layers
+        self._storage = storage
+        requests = [spans[i].seq for i in order]
+        self._tokens: dict[int, TokenPlan] = {}
+        self._states: dict[int, StatePlan] = {}
+        for g, group in enumerate(manager.groups):
+            if group.is_state:
+                pages = [manager.state_pages(request, g) for request in requests]
+                self._states[g] = _plan_states(pages, lengths, counts, singles, device)
+            else:
+                held = [manager.token_pages(request, g) for request in requests]
+                table = PageTable(held, group.page_tokens, device)
+                self._tokens[g] = plan_tokens(group.rule, table, lengths, counts, singles, dtype, device)
+
+    def tokens_of(self, layer: int) -> tuple[TokenPlan, Entry]:
+        """The plan and the pages of an attention layer."""
+        g, e = _kept(self._layers.tokens, layer, "keys and values")
+        return self._tokens[g], Entry(self._storage, g, e)
+
+    def states_of(self, layer: int) -> tuple[StatePlan, Entry]:
+        """The plan and the pages of a recurrent layer."""
+        g, e = _kept(self._layers.states, layer, "a state")
+        return self._states[g], Entry(self._storage, g, e)
+
+
+active_step: ContextVar[PackedStep | None] = ContextVar("hybridkv_step", default=None)
+"""The packed pass that runs in this context, if any: attention functions and mixers have no other way to learn it."""
+
+
+def _kept(known: Mapping[int, tuple[int, int]], layer: int, what: str) -> tuple[int, int]:
+    found = known.get(layer)
+    if found is None:
+        raise UsageError(f"layer {layer} asked for {what}, which its cache entries do not mention")
+    return found
+
+
+def _check(spans: Sequence[Span], tokens: Sequence[Ints]) -> None:
+    if not spans:
+        raise UsageError("a forward pass needs at least one span")
+    if len({span.seq.id for span in spans}) != len(spans):
+        raise UsageError("a forward pass takes one span of each request; join spans of the same request")
+    for span, ids in zip(spans, tokens, strict=True):
+        if not 0 < len(ids) <= span.seq.reserved:
+            raise UsageError(f"a span of {len(ids)} tokens of {span.seq!r}, which has {span.seq.reserved} reserved")
+
+
+def _plan_states(
+    pages: Sequence[StatePages], lengths: Ints, counts: Ints, singles: int, device: torch.device
+) -> StatePlan:
+    fresh = np.flatnonzero(lengths[:singles] == 0)
+    saves = [
+        (i, slot) for i in range(singles) for position, slot in pages[i].checkpoints if position == int(lengths[i]) + 1
+    ]
+    chunks = []
+    start = singles
+    for held, length, count in zip(pages[singles:], lengths[singles:].tolist(), counts[singles:].tolist(), strict=True):
+        slots: dict[int, list[int]] = {start + count: [held.slot]}
+        for position, slot in held.checkpoints:
+            if length < position <= length + count:
+                slots.setdefault(start + position - length, []).append(slot)
+        cuts = tuple((stop, _tensor(np.array(slots[stop], np.int64), device)) for stop in sorted(slots))
+        own = _tensor(np.array([held.slot], np.int64), device) if length else None
+        chunks.append(StateChunk(start, own, cuts))
+        start += count
+    return StatePlan(
+        singles,
+        _tensor(np.array([held.slot for held in pages[:singles]], np.int64), device),
+        _tensor(fresh, device) if len(fresh) else None,
+        tuple(_tensor(np.array(column, np.int64), device) for column in zip(*saves, strict=True)) if saves else None,  # type: ignore[arg-type]
+        tuple(chunks),
+    )
+
+
+def _tensor(values: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)

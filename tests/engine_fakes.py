@@ -1,0 +1,130 @@
+"""A model without tensors: every layer's memory is integers, so that a wrong page or state changes the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hybridkv.entries import CacheEntry, LayerGroup, Part, attention_parts, group_entries
+from hybridkv.hf.runner import Span
+from hybridkv.manager import GroupManager
+
+VOCAB = 251
+WINDOW = 24
+
+
+def hybrid_groups() -> tuple[LayerGroup, ...]:
+    """One full, one sliding and one state layer; a page of each is a few hundred bytes."""
+    parts = attention_parts(1, 8, "float32")
+    return group_entries(
+        [
+            CacheEntry(0, "full_attention", parts),
+            CacheEntry(1, "sliding_attention", parts, (("window", WINDOW),)),
+            CacheEntry(2, "linear_attention", (Part("recurrent", (64,), "float32"),)),
+        ]
+    )
+
+
+def attention_groups() -> tuple[LayerGroup, ...]:
+    return group_entries([CacheEntry(0, "full_attention", attention_parts(1, 8, "float32"))])
+
+
+class FakeRunner:
+    """Has ModelRunner's face. The next token is a function of what the pages of all groups hold.
+
+    Full attention contributes the sum of all tokens, sliding attention that of the window, a state a polynomial
+    hash; each read back from the pages the manager says they are in.
+    """
+
+    vocab_size = VOCAB
+    max_positions: int | None = None
+
+    def __init__(self, manager: GroupManager) -> None:
+        self._manager = manager
+        self._pages = [
+            np.full((manager.layout.slots(g), max(group.page_tokens, 1)), -1, np.int64)
+            for g, group in enumerate(manager.groups)
+        ]
+        self.passes: list[list[int]] = []
+        self.fail_at: int | None = None
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def computed(self) -> int:
+        return sum(sum(sizes) for sizes in self.passes)
+
+    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
+        for copy in self._manager.take_copies():
+            self._pages[copy.group][copy.dst] = self._pages[copy.group][copy.src]
+        for g in range(len(self._manager.groups)):
+            self._pages[g][self._manager.free_slots(g)] = -(10**9)
+        logits = torch.zeros(len(spans), VOCAB)
+        for row, span in enumerate(spans):
+            logits[row, self._next(span)] = 1.0
+        self.passes.append([len(span.token_ids) for span in spans])
+        if self.fail_at is not None and len(self.passes) > self.fail_at:
+            raise RuntimeError("the device fell off")
+        return logits
+
+    def _next(self, span: Span) -> int:
+        total = 0
+        for g, group in enumerate(self._manager.groups):
+            pages = self._pages[g]
+            start, end = span.seq.length, span.seq.length + len(span.token_ids)
+            if group.is_state:
+                state = self._manager.state_pages(span.seq, g)
+                value = int(pages[state.slot, 0]) if start else 0
+                checkpoints = dict(state.checkpoints)
+                for position, token in enumerate(span.token_ids, start + 1):
+                    value = fold(value, int(token))
+                    if position in checkpoints:
+                        pages[checkpoints[position], 0] = value
+                pages[state.slot, 0] = value
+                total += value
+                continue
+            held = self._manager.token_pages(span.seq, g)
+            slots = dict(zip(held.pages.tolist(), held.slots.tolist(), strict=True))
+            for position, token in enumerate(span.token_ids, start):
+                pages[slots[position // group.page_tokens], position % group.page_tokens] = token
+            first = max(end - WINDOW, 0) if group.kind == "sliding_attention" else 0
+            total += sum(
+                int(pages[slots[p // group.page_tokens], p % group.page_tokens]) for p in range(first, end)
+            ) * (g + 2)
+        return total % VOCAB
+
+
+def fold(value: int, token: int) -> int:
+    return (value * 31 + token + 1) % 1_000_003
+
+
+def expected_tokens(groups: Sequence[LayerGroup], prompt: Sequence[int], count: int) -> list[int]:
+    """What a model that remembers everything generates."""
+    tokens = list(prompt)
+    for _ in range(count):
+        total = 0
+        for g, group in enumerate(groups):
+            if group.is_state:
+                value = 0
+                for token in tokens:
+                    value = fold(value, token)
+                total += value
+            else:
+                total += sum(tokens[-WINDOW:] if group.kind == "sliding_attention" else tokens) * (g + 2)
+        tokens.append(total % VOCAB)
+    return tokens[len(prompt) :]
+
+
+def byte_level_tokenizer(size: int = 256) -> PreTrainedTokenizerFast:
+    """One token per byte; with fewer than 256 tokens the printable ASCII characters come first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
