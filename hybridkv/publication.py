@@ -30,8 +30,7 @@ def keep_end(ledger: Ledger, seq: Sequence) -> None:
     tokens = seq.length - seq.length % ledger.layout.boundary_tokens
     if ledger.states:
         # A step under way may have written to the working states, so they stand for a boundary only between steps.
-        finished = seq.length == tokens and not seq.reserved and tokens > 0
-        if finished and all(ledger.is_writable(g, seq.working[g]) for g in ledger.states):
+        if seq.length == tokens and not seq.reserved and tokens:
             _publish_states(ledger, seq, tokens, {g: seq.working[g] for g in ledger.states})
             seq.working = [NO_PAGE] * len(seq.working)
         elif seq.snapshot is not None:
@@ -82,7 +81,7 @@ def truncate(ledger: Ledger, seq: Sequence, n: int) -> int:
         seq.units = units
         ledger.index.hold(int(seq.rows[units - 1]) if units else -1)
     else:
-        if seq.snapshot is not None and seq.snapshot.tokens <= n:
+        if seq.snapshot is not None:
             _publish_states(ledger, seq, *seq.snapshot)
             seq.snapshot = None
         rows = seq.rows[:units].copy()

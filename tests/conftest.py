@@ -27,4 +27,4 @@ def pytest_configure() -> None:
     threads = str(max(1, min(4, (os.cpu_count() or 1) // workers)))
     # Read by OpenMP when torch is first imported, so that tests of the core need not import torch.
     os.environ.setdefault("OMP_NUM_THREADS", threads)
-    os.environ.setdefault("MKL_NUM_THREADS", threads)
+    os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])

@@ -51,6 +51,7 @@ class FakeRunner:
         ]
         self.passes: list[list[int]] = []
         self.fail_at: int | None = None
+        self.failure: BaseException = RuntimeError("the device fell off")
         self.closed = False
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class FakeRunner:
             logits[row, self._next(span)] = 1.0
         self.passes.append([len(span.token_ids) for span in spans])
         if self.fail_at is not None and len(self.passes) > self.fail_at:
-            raise RuntimeError("the device fell off")
+            raise self.failure
         return logits
 
     def _next(self, span: Span) -> int:
@@ -122,8 +123,8 @@ def expected_tokens(groups: Sequence[LayerGroup], prompt: Sequence[int], count: 
 
 
 def byte_level_tokenizer(size: int = 256) -> PreTrainedTokenizerFast:
-    """One token per byte; with fewer than 256 tokens the printable ASCII characters come first."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
+    """One token per byte; with fewer than 256 tokens the space and printable ASCII characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda char: (char != "\u0120", char))[:size]
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

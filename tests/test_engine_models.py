@@ -53,7 +53,10 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def stock(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
     """What transformers generates, one request at a time."""
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, **options)
+    ids = torch.tensor([prompt])
+    # Without a mask generate() takes a pad token inside the prompt for padding.
+    options["attention_mask"] = torch.ones_like(ids)
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, **options)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 

@@ -182,6 +182,19 @@ def test_a_failed_pass_leaks_nothing_and_caches_nothing_of_it() -> None:
     check(engine, prompts, engine.generate(prompts, SamplingParams(max_tokens=30)), 30)
 
 
+def test_an_interrupt_leaves_an_empty_pool() -> None:
+    engine, runner = make()
+    prompt = prompt_of(50)
+    engine.generate(prompt)
+    runner.fail_at, runner.failure = len(runner.passes) + 2, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt, prompt_of(20, 1)])
+    engine.manager.check()
+    assert engine.usage().live_bytes == engine.usage().cached_bytes == 0
+    runner.fail_at = None
+    check(engine, [prompt], engine.generate([prompt], SamplingParams(max_tokens=9)), 9)
+
+
 def test_a_failed_pass_ends_other_streams_clearly() -> None:
     engine, runner = make()
     stream = engine.stream(prompt_of(5), SamplingParams(max_tokens=9))

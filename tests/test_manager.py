@@ -21,6 +21,7 @@ from hybridkv.errors import (
 )
 from hybridkv.manager import GroupManager
 from hybridkv.sequence import Sequence
+from tests.shadow import Server
 from tests.strategies import attention, cache, compute, groups_of, hit_of, manager_of, state
 
 TEXT = [i % 7 for i in range(61)]
@@ -99,6 +100,15 @@ def test_a_hit_copies_its_state_before_it_is_written() -> None:
     assert hit_of(manager, TEXT) == 60
 
 
+def test_a_place_that_was_hit_becomes_a_resume_point() -> None:
+    manager = tokens_only()
+    cache(manager, TEXT)
+    other = manager.open([*TEXT[:31], 9, 9, 9])
+    assert other.hit_tokens == 28
+    assert 28 in manager.resume_points()
+    manager.check()
+
+
 def test_pages_of_the_same_prompt_are_held_once() -> None:
     manager = hybrid()
     one, two = manager.open(TEXT), manager.open(TEXT)
@@ -131,6 +141,16 @@ def test_checkpoints_are_inside_the_reservation_that_computes_them(chunk: int) -
     manager.check()
 
 
+def test_checkpoints_are_made_when_a_prompt_is_computed_token_by_token() -> None:
+    manager = hybrid(checkpoint_interval=20)
+    seq = manager.open(TEXT)
+    for token in TEXT:
+        manager.reserve_decode([seq])
+        manager.commit_decode([seq], [token])
+    assert seq.known == 61
+    assert manager.resume_points() == (20, 40, 60)
+
+
 def test_intervals_are_rounded_up_to_boundaries() -> None:
     manager = hybrid(checkpoint_interval=5, decode_checkpoint_interval=9)
     assert (manager.checkpoint_interval, manager.decode_checkpoint_interval) == (8, 12)
@@ -155,13 +175,13 @@ def test_decoding_keeps_one_snapshot_and_the_end_resumes_from_it() -> None:
     seq = manager.open(TEXT)
     compute(manager, seq)
     states = []
-    for _ in range(30):
+    for _ in range(34):
         decode(manager, seq, 1)
         states.append(live(manager)[STATE])
     assert max(states) == 2, "a working state and one copy, whatever the length"
     manager.take_copies()
     manager.close(seq)
-    assert seq.length == 91
+    assert seq.length == 95
     assert hit_of(manager, [*TEXT, *[5] * 40]) == 88
     manager.check()
 
@@ -232,6 +252,7 @@ def test_closing_without_cache_leaves_what_others_made_or_use() -> None:
     assert other.hit_tokens == 60
     manager.close(seq, cache=False)
     assert manager.token_pages(other, FULL).pages.tolist() == list(range(15))
+    assert 60 in manager.resume_points(), "somebody came back to it"
     manager.close(other, cache=False)
     assert hit_of(manager, TEXT[:41]) == 40
     assert set(kept) <= set(manager.resume_points())
@@ -254,12 +275,15 @@ def test_a_cut_request_does_not_take_the_resume_points_of_others_with_it() -> No
     manager.check()
 
 
-def test_a_fork_shares_pages_until_one_writes() -> None:
+@pytest.mark.parametrize("child_first", [True, False])
+def test_a_fork_shares_pages_until_one_writes(child_first: bool) -> None:
     manager = tokens_only()
     seq = manager.open(TEXT[:22])
     compute(manager, seq)
     before = live(manager)
     child = manager.fork(seq)
+    if not child_first:
+        seq, child = child, seq
     assert (child.length, child.known, child.tokens) == (22, 22, seq.tokens)
     assert live(manager) == before
     shared = manager.token_pages(seq, FULL).slots.tolist()
@@ -272,6 +296,54 @@ def test_a_fork_shares_pages_until_one_writes() -> None:
     decode(manager, seq, 1)
     assert manager.take_copies() == [], "the last holder writes in place"
     assert manager.token_pages(seq, FULL).slots.tolist() == shared
+    manager.check()
+
+
+def test_a_fork_does_not_share_pages_that_were_taken_ahead() -> None:
+    server = Server(manager_of(groups_of(attention()), 60, unit_tokens=4))
+    request = server.open(TEXT[:10])
+    server.step([(request, 10)])
+    assert server.reserve(request, 20)
+    server.forward([request])
+    server.commit(request, 1)
+    child = server.fork(request)
+    for token in range(12):
+        assert server.decode([request, child], [token, token + 1])
+    server.manager.check()
+
+
+def test_the_end_of_a_fork_that_never_ran_is_a_resume_point() -> None:
+    manager = hybrid()
+    seq = manager.open(TEXT[:24])
+    compute(manager, seq)
+    child = manager.fork(seq)
+    manager.close(child)
+    assert manager.resume_points() == (20, 24)
+    decode(manager, seq, 1)
+    (copy,) = [copy for copy in manager.take_copies() if copy.group == STATE]
+    assert copy.dst == manager.state_pages(seq, STATE).slot
+    assert hit_of(manager, TEXT[:25]) == 24
+    manager.check()
+
+
+def test_an_abandoned_reservation_publishes_no_checkpoint_early() -> None:
+    server = Server(hybrid(checkpoint_interval=4))
+    request = server.open(TEXT)
+    assert server.reserve(request, 40)
+    for _ in range(5):
+        server.step([(request, 5)])
+    server.run_copies()
+    assert server.manager.resume_points() == (4, 8, 12, 16, 20, 24)
+
+
+def test_going_back_lets_go_of_the_checkpoints_of_the_step() -> None:
+    manager = hybrid(checkpoint_interval=4)
+    seq = manager.open(TEXT)
+    compute(manager, seq, 20)
+    manager.reserve(seq, 30)
+    assert live(manager)[STATE] == 1 + 7
+    assert manager.truncate(seq, 20) == 20
+    assert live(manager)[STATE] == 1
     manager.check()
 
 
@@ -316,6 +388,33 @@ def test_a_window_goes_back_while_it_holds_the_pages_and_else_to_a_boundary() ->
     assert manager.token_pages(seq, WINDOW).pages.tolist() == [4, 5]
     compute(manager, seq)
     assert seq.length == 27
+    manager.check()
+
+
+def test_a_page_that_slid_out_cannot_be_written_to() -> None:
+    """A window of one token needs no past, but going back into a page that is gone would leave its head empty."""
+    manager = manager_of(groups_of(attention("sliding_attention", window=1)), 60, unit_tokens=4)
+    seq = manager.open(TEXT[:43])
+    compute(manager, seq)
+    assert manager.truncate(seq, 42) == 42
+    assert manager.truncate(seq, 30) == 28
+    compute(manager, seq)
+    manager.check()
+
+
+def test_what_is_computed_again_after_going_back_is_this_requests_own() -> None:
+    manager = tokens_only()
+    cache(manager, TEXT)
+    seq = manager.open(TEXT)
+    assert seq.hit_tokens == 60
+    assert manager.truncate(seq, 20) == 20
+    assert seq.hit_tokens == 20
+    pages = manager.usage()
+    decode(manager, seq, 30)
+    manager.close(seq, cache=False)
+    now = manager.usage()
+    assert now.live_bytes == 0
+    assert now.cached_bytes == pages.cached_bytes + pages.live_bytes, "its own continuation is gone"
     manager.check()
 
 

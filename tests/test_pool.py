@@ -145,24 +145,40 @@ def test_a_page_comes_from_the_fullest_slab() -> None:
     per_slab = pool.groups[0].per_slab
     pool.groups[0].release(np.array(pages, np.int64))
     by_slab = [pages[i * per_slab : (i + 1) * per_slab] for i in range(3)]
-    pool.drop(0, np.array([*by_slab[0][:1], *by_slab[1][:3], *by_slab[2][:2]], np.int64))
-    fullest = slots(pool, 0, by_slab[0][1:])[0] // per_slab
+    pool.drop(0, np.array([*by_slab[0][:3], *by_slab[1][:1], *by_slab[2][:2]], np.int64))
+    fullest = slots(pool, 0, by_slab[1][1:])[0] // per_slab
     assert slots(pool, 0, [pool.groups[0].take_one()])[0] // per_slab == fullest
     second = slots(pool, 0, by_slab[2][2:])[0] // per_slab
     assert {slot // per_slab for slot in slots(pool, 0, pool.groups[0].take(2).tolist())} == {second}
 
 
-def test_compaction_moves_the_cheapest_slab_of_any_group() -> None:
-    pool = pool_of(4)
-    wide, narrow = pool.groups[2].per_slab, pool.groups[0].per_slab
-    assert (narrow, wide) == (6, 1)
-    first = take(pool, 0, 4 * narrow)
-    pool.groups[0].release(np.array(first, np.int64))
-    pool.drop(0, np.array(first[: narrow - 1] + first[narrow : 2 * narrow - 2], np.int64))
+def leave(pool: Pool, group: int, counts: list[int]) -> None:
+    """Fill as many slabs of a group and leave so many pages in each."""
+    per_slab = pool.groups[group].per_slab
+    pages = take(pool, group, per_slab * len(counts))
+    pool.groups[group].release(np.array(pages, np.int64))
+    for i, count in enumerate(counts):
+        pool.drop(group, np.array(pages[i * per_slab : (i + 1) * per_slab - count], np.int64))
+
+
+def test_compaction_empties_the_emptiest_slab() -> None:
+    pool = pool_of(3)
+    leave(pool, 0, [3, 1, 2])
     assert pool.missing_slabs([0, 0, 1]) == 1
-    copies = pool.compact_one([0, 0, 1])
-    assert [copy.group for copy in copies] == [0], "one page is moved, not the two of the other slab"
+    assert [copy.group for copy in pool.compact_one([0, 0, 1])] == [0]
     assert pool.free_slabs == 1
+    pool.check()
+
+
+def test_compaction_moves_the_fewest_bytes_into_the_fullest_slab() -> None:
+    """Three narrow pages are less to move than two of twice the size."""
+    pool = pool_of(5)
+    leave(pool, 0, [3, 4, 5])
+    leave(pool, 1, [2, 2])
+    assert [group.per_slab for group in pool.groups[:2]] == [6, 3]
+    copies = pool.compact_one([0, 0, 1])
+    assert [copy.group for copy in copies] == [0, 0, 0]
+    assert [copy.dst // 6 for copy in copies] == [2, 1, 1]
     pool.check()
 
 

@@ -232,7 +232,11 @@ def test_live_pages_in_slivers_of_slabs_are_packed() -> None:
         assert manager.truncate(seq, 4) == 4
     manager.evict(1 << 40)
     assert [group.slabs for group in manager.usage().groups] == [4, 4]
+    manager.take_copies()
+    manager.reserve(first[0], 1)
+    (copied,) = manager._ledger.copies
     assert len(fill(manager, 4)) == 10
+    assert manager.take_copies()[0] == copied, "pages move after what was written to them before"
     assert [group.slabs for group in manager.usage().groups] == [2, 14]
     assert manager._ledger.moved >= 2
 

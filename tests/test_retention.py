@@ -125,6 +125,32 @@ def test_pages_that_slid_out_go_before_any_resume_point() -> None:
     assert manager.resume_points() == (60, 64)
 
 
+def test_what_was_let_go_of_first_goes_first() -> None:
+    manager = manager_of(groups_of(attention()), 60, unit_tokens=4)
+    short, long = TEXT[:17], OTHER[:41]
+    cache(manager, short)
+    cache(manager, long)
+    for point in manager._ledger.retention.points:
+        manager._ledger.retention.drop(point.row)
+    lost = [depth for _ in range(14) for _, _, depth in evict_page(manager)]
+    assert lost == [4, 3, 2, 1, *range(10, 0, -1)]
+
+
+def test_what_was_used_since_waits_for_its_new_turn() -> None:
+    manager = manager_of(groups_of(attention()), 60, unit_tokens=4)
+    retention = manager._ledger.retention
+    cache(manager, TEXT[:17])
+    cache(manager, OTHER[:17])
+    for point in retention.points:
+        retention.drop(point.row)
+    assert [depth for _, _, depth in evict_page(manager)] == [4]
+    assert hit_of(manager, TEXT[:17]) == 12
+    for point in retention.points:
+        retention.drop(point.row)
+    lost = [depth for _ in range(7) for _, _, depth in evict_page(manager)]
+    assert lost == [4, 3, 2, 1, 3, 2, 1], "the other prompt goes first now"
+
+
 def test_the_resume_point_used_longest_ago_goes_first() -> None:
     manager = hybrid()
     for first in (1, 2, 3):

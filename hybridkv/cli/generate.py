@@ -18,8 +18,10 @@ from hybridkv.engine.params import SamplingParams
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder, 'tiny-jamba' or hub name.")],
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; else --file or stdin.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, 'tiny-jamba' or hub name.")],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue, else --file or stdin")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     memory: Annotated[str | None, typer.Option(help="Size of the pool.  [default: HYBRIDKV_MEMORY or 1GiB]")] = None,

@@ -52,12 +52,13 @@ def config_source(name: str) -> Any:
         raise ConfigError(f"cannot read the config of {name}: {one_line(str(error), 200)}") from error
 
 
-def load(name: str, device: str = "auto") -> Loaded:
+def load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
     """Load a model's weights and tokenizer, with progress on stderr if that is a terminal.
 
     Args:
         name: a folder with config.json, "tiny-jamba", or a name on the hub.
         device: "cpu", "cuda", ... or "auto".
+        dtype: of the weights, by name; "auto" is the one they were saved in.
 
     Raises:
         ConfigError: no such model, or one that cannot be loaded.
@@ -73,10 +74,10 @@ def load(name: str, device: str = "auto") -> Loaded:
         raise UnknownPreset(f"no model folder named {name!r}")
     else:
         _check_hub(name)
-    return _load(source, device)
+    return _load(source, device, dtype)
 
 
-def _load(source: str, device: str) -> Loaded:
+def _load(source: str, device: str, dtype: str) -> Loaded:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -87,7 +88,7 @@ def _load(source: str, device: str) -> Loaded:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model = AutoModelForCausalLM.from_pretrained(source).eval().to(torch.device(device))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(torch.device(device))
     except Exception as error:
         raise ConfigError(f"cannot load the model {source}: {one_line(str(error), 200)}") from error
     try:

@@ -32,14 +32,17 @@ class EngineCore:
         """One forward pass for whoever has work; the plan is empty when nobody has.
 
         Any error, an interrupt included, drops every request and gives back all their pages before it goes on, so
-        the engine is usable afterwards. Nothing a failed pass wrote is ever hit.
+        the engine is usable afterwards. Nothing a failed pass wrote is ever hit; an interrupt empties the cache.
         """
         try:
             plan = self._scheduler.plan()
             if not plan.empty:
                 self._run(plan)
-        except BaseException:
+        except BaseException as error:
             self._scheduler.drop_all()
+            if not isinstance(error, Exception):
+                # An interrupt may fall between taking page copies and running them.
+                self._manager.evict(self._manager.layout.pool_bytes)
             raise
         return plan
 
