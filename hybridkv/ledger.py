@@ -7,7 +7,8 @@ import numpy as np
 from hybridkv.errors import IntegrityError
 from hybridkv.index import PrefixIndex, Rows
 from hybridkv.layout import Layout
-from hybridkv.pool import PageCopy, Pages, Pool
+from hybridkv.pages import Pages
+from hybridkv.pool import PageCopy, Pool
 from hybridkv.retention import Policy, Retention, Victims
 
 

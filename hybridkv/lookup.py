@@ -7,7 +7,7 @@ import numpy as np
 from hybridkv.index import PrefixIndex, Rows
 from hybridkv.layout import Layout
 from hybridkv.ledger import Ledger
-from hybridkv.pool import Pages
+from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges, resumable
 from hybridkv.sequence import NO_PAGE, GroupTable, Sequence
 

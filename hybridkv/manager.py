@@ -7,16 +7,17 @@ lets go of what slid out; `close` keeps the end of the generation as a resume po
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv import audit, publication, reservation
+from hybridkv import audit, boundaries, publication, reservation
 from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
-from hybridkv.errors import ConfigError, EmptyPrompt, RequestError, UsageError
+from hybridkv.errors import EmptyPrompt, RequestError, TokenOutOfRange, UsageError
 from hybridkv.hashing import (
     Adapter,
     Image,
@@ -74,8 +75,10 @@ class GroupManager:
         self.groups = self.layout.groups
         self.unit_tokens = unit_tokens
         step = self.layout.boundary_tokens
-        self.checkpoint_interval = _interval("checkpoint_interval", checkpoint_interval, step)
-        self.decode_checkpoint_interval = _interval("decode_checkpoint_interval", decode_checkpoint_interval, step)
+        self.checkpoint_interval = boundaries.interval("checkpoint_interval", checkpoint_interval, step)
+        self.decode_checkpoint_interval = boundaries.interval(
+            "decode_checkpoint_interval", decode_checkpoint_interval, step
+        )
         self.hash = hash
         self._model = model
         self._identity = layout_identity(self.groups)
@@ -127,7 +130,7 @@ class GroupManager:
         if images and (last_image := max(image[0] for image in images)) >= len(ids):
             raise RequestError(f"an image starts at token {last_image}, past the prompt's {len(ids)} tokens")
         units = len(ids) // unit
-        breakpoints = _checked_breakpoints(breakpoints, len(ids))
+        breakpoints = boundaries.checked_breakpoints(breakpoints, len(ids))
         digests = unit_digests(seed, ids[: units * unit], unit, extras, self.hash)
         last = (len(ids) - 1) // unit
         index = self._ledger.index
@@ -143,15 +146,18 @@ class GroupManager:
         wanted = {len(ids) - 1, matched * unit, *breakpoints}
         if self.checkpoint_interval:
             wanted.update(range(self.checkpoint_interval, len(ids) - 1, self.checkpoint_interval))
-        seq.plan = _boundaries(wanted, self.layout.boundary_tokens, seq.length)
+        seq.plan = boundaries.planned(wanted, self.layout.boundary_tokens, seq.length)
         self._open[seq.id] = seq
         return seq
 
     def reserve(self, seq: Sequence, n: int) -> None:
         """Take pages for the next `n` tokens in every group.
 
+        Pages the sequence no longer needs are let go of first, also where the reservation then fails. After the
+        forward pass has run, only `commit`, `truncate` and `close` are right: states have advanced.
+
         Raises:
-            OutOfPages: they do not fit beside what other running requests hold; nothing was changed.
+            OutOfPages: they do not fit beside what other running requests hold; nothing was taken or evicted.
             UsageError: a closed sequence, or `n` below 1.
         """
         self._require_open(seq)
@@ -218,8 +224,12 @@ class GroupManager:
         for seq in seqs:
             if seq.reserved != 1:
                 raise UsageError(f"{seq!r} is reserved for {seq.reserved} tokens; a decode step commits exactly 1")
+        try:
+            fed = array("I", token_ids)
+        except (TypeError, OverflowError) as error:
+            raise TokenOutOfRange(f"token ids must be integers in [0, 2**32), got {list(token_ids)}") from error
         unit = self.unit_tokens
-        for seq, token in zip(seqs, checked_tokens(token_ids).tolist(), strict=True):
+        for seq, token in zip(seqs, fed, strict=True):
             if len(seq.tokens) == seq.length:
                 seq.tokens.append(token)
             if (seq.length + 1) % unit:
@@ -338,24 +348,3 @@ class GroupManager:
     def _require_open(self, seq: Sequence) -> None:
         if seq.closed or self._open.get(seq.id) is not seq:
             raise UsageError(f"{seq!r} is closed or belongs to another manager")
-
-
-def _interval(name: str, tokens: int | None, step: int) -> int | None:
-    if tokens is None:
-        return None
-    if tokens < 1:
-        raise ConfigError(f"{name} must be at least 1 token or None, got {tokens}")
-    return -(-tokens // step) * step
-
-
-def _checked_breakpoints(breakpoints: Iterable[int], length: int) -> list[int]:
-    checked = list(breakpoints)
-    for tokens in checked:
-        if not 0 <= tokens <= length:
-            raise RequestError(f"a breakpoint lies inside the prompt, at 0 to {length} tokens; got {tokens}")
-    return checked
-
-
-def _boundaries(wanted: Iterable[int], step: int, past: int) -> list[int]:
-    """Prefix lengths rounded down to boundaries, those past what is computed, ascending."""
-    return sorted({tokens - tokens % step for tokens in wanted if tokens - tokens % step > past})

@@ -39,7 +39,10 @@ def keep_end(ledger: Ledger, seq: Sequence) -> None:
             seq.snapshot = None
     if tokens:
         row = int(seq.rows[tokens // unit - 1])
-        ledger.retention.add(row, tokens)
+        if ledger.retention.has(row):
+            ledger.retention.refresh(row)
+        else:
+            ledger.retention.add(row, tokens)
 
 
 def fork(ledger: Ledger, seq: Sequence, id: int) -> Sequence:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hybridkv.errors import OutOfPages
 from hybridkv.ledger import Ledger
-from hybridkv.pool import Pages
+from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges
 from hybridkv.sequence import NO_PAGE, Sequence, Snapshot
 

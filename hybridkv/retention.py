@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from hybridkv.errors import ConfigError
 from hybridkv.index import PrefixIndex
 from hybridkv.layout import Layout
-from hybridkv.pool import Pages, Pool
+from hybridkv.pages import Pages
+from hybridkv.pool import Pool
 from hybridkv.rules import page_ranges
 
 CANDIDATES = 16
@@ -118,6 +119,13 @@ class Retention:
         if point is not None:
             point.stamp = self.tick()
             point.hits += 1
+            self._points[row] = point
+
+    def refresh(self, row: int) -> None:
+        """A resume point was reached again by the request that stands on it; that is no proof of its worth."""
+        point = self._points.pop(row, None)
+        if point is not None:
+            point.stamp = self.tick()
             self._points[row] = point
 
     def add(self, row: int, tokens: int) -> bool:

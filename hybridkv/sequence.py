@@ -181,6 +181,7 @@ class Sequence:
         self.units = len(rows)
 
     def append_row(self, row: int) -> None:
+        """The entry row of one more unit."""
         if self.units == len(self.rows):
             self.append_rows(np.array([row], np.int64))
         else:
@@ -188,6 +189,7 @@ class Sequence:
             self.units += 1
 
     def append_rows(self, rows: NDArray[np.int64]) -> None:
+        """The entry rows of more units."""
         end = self.units + len(rows)
         if end > len(self.rows):
             self.rows = np.concatenate((self.rows, np.empty(max(end, len(self.rows)), np.int64)))

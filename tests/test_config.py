@@ -110,17 +110,17 @@ def test_format_bytes(nbytes: int, text: str) -> None:
 
 
 def test_an_empty_environment_has_defaults() -> None:
-    environment = read_environment({"HOME": "/home/someone"})
+    environment = read_environment({"HOME": "/users/someone"})
     assert environment.memory is None
-    assert environment.cache_dir == Path("/home/someone/.cache/hybridkv")
+    assert environment.cache_dir == Path("/users/someone/.cache/hybridkv")
 
 
 def test_the_environment_is_read() -> None:
     environment = read_environment(
-        {"HYBRIDKV_MEMORY": " 2GiB ", "HYBRIDKV_CACHE_DIR": "~/models", "HOME": "/home/someone"}
+        {"HYBRIDKV_MEMORY": " 2GiB ", "HYBRIDKV_CACHE_DIR": "~/models", "HOME": "/users/someone"}
     )
     assert environment.memory == 2**31
-    assert environment.cache_dir == Path("/home/someone/models")
+    assert environment.cache_dir == Path("/users/someone/models")
 
 
 def test_the_users_cache_folder_is_honoured_and_empty_variables_are_unset() -> None:

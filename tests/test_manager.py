@@ -334,6 +334,9 @@ def test_an_abandoned_reservation_publishes_no_checkpoint_early() -> None:
         server.step([(request, 5)])
     server.run_copies()
     assert server.manager.resume_points() == (4, 8, 12, 16, 20, 24)
+    assert live(server.manager)[STATE] == 1 + 4, "the next steps will write the rest"
+    server.truncate(request, 25)
+    assert live(server.manager)[STATE] == 1
 
 
 def test_going_back_lets_go_of_the_checkpoints_of_the_step() -> None:

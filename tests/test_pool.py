@@ -172,9 +172,9 @@ def test_compaction_empties_the_emptiest_slab() -> None:
 
 def test_compaction_moves_the_fewest_bytes_into_the_fullest_slab() -> None:
     """Three narrow pages are less to move than two of twice the size."""
-    pool = pool_of(5)
+    pool = pool_of(6)
     leave(pool, 0, [3, 4, 5])
-    leave(pool, 1, [2, 2])
+    leave(pool, 1, [2, 2, 2])
     assert [group.per_slab for group in pool.groups[:2]] == [6, 3]
     copies = pool.compact_one([0, 0, 1])
     assert [copy.group for copy in copies] == [0, 0, 0]
