@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 
 from hybridkv.errors import ConfigError, RequestError
 
@@ -11,12 +12,12 @@ def interval(name: str, tokens: int | None, step: int) -> int | None:
     """A distance between resume points, rounded up to whole boundaries; None for none.
 
     Raises:
-        ConfigError: below one token.
+        ConfigError: no whole number of tokens, or below one.
     """
     if tokens is None:
         return None
-    if tokens < 1:
-        raise ConfigError(f"{name} must be at least 1 token or None, got {tokens}")
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"{name} must be at least 1 token, a whole number, or None; got {tokens!r}")
     return -(-tokens // step) * step
 
 
@@ -24,12 +25,15 @@ def checked_breakpoints(breakpoints: Iterable[int], length: int) -> list[int]:
     """The breakpoints of a prompt of `length` tokens.
 
     Raises:
-        RequestError: one lies outside the prompt.
+        RequestError: one is no whole number or lies outside the prompt.
     """
-    checked = list(breakpoints)
-    for tokens in checked:
-        if not 0 <= tokens <= length:
-            raise RequestError(f"a breakpoint lies inside the prompt, at 0 to {length} tokens; got {tokens}")
+    if not isinstance(breakpoints, Iterable):
+        raise RequestError(f"breakpoints are several prefix lengths in tokens, got {breakpoints!r}")
+    checked = []
+    for tokens in breakpoints:
+        if isinstance(tokens, bool) or not isinstance(tokens, Integral) or not 0 <= tokens <= length:
+            raise RequestError(f"a breakpoint lies inside the prompt, at 0 to {length} tokens; got {tokens!r}")
+        checked.append(int(tokens))
     return checked
 
 

@@ -134,8 +134,8 @@ def group_entries(entries: Iterable[CacheEntry], page_tokens: int | Mapping[str,
         page_tokens: tokens per attention page, one number or one per kind.
 
     Raises:
-        ConfigError: no entries, a page size below 1, or an entry named twice.
-        UnknownGroupKind: an entry of a kind nobody registered.
+        ConfigError: no entries, a page size that is no whole number of at least 1, or an entry named twice.
+        UnknownGroupKind: an entry of a kind, or a page size for a kind, that nobody registered.
     """
     gathered: dict[tuple[object, ...], list[CacheEntry]] = {}
     seen: set[tuple[int, str, int]] = set()
@@ -146,6 +146,9 @@ def group_entries(entries: Iterable[CacheEntry], page_tokens: int | Mapping[str,
         gathered.setdefault((entry.kind, entry.parts, entry.params), []).append(entry)
     if not gathered:
         raise ConfigError("the model declares no cache entries; there is nothing to manage")
+    if isinstance(page_tokens, Mapping):
+        for kind in page_tokens:
+            group_kind(kind)
     groups: list[LayerGroup] = []
     for members in gathered.values():
         first = members[0]
@@ -166,9 +169,9 @@ def group_entries(entries: Iterable[CacheEntry], page_tokens: int | Mapping[str,
 def _page_tokens(kind: str, page_tokens: int | Mapping[str, int]) -> int:
     if group_kind(kind).holds == "state":
         return 0
-    size = page_tokens if isinstance(page_tokens, int) else page_tokens.get(kind, 16)
-    if size < 1:
-        raise ConfigError(f"a page of {kind!r} must hold at least 1 token, got {size}")
+    size = page_tokens.get(kind, 16) if isinstance(page_tokens, Mapping) else page_tokens
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"a page of {kind!r} must hold at least 1 token, a whole number; got {size!r}")
     return size
 
 

@@ -318,7 +318,10 @@ def checked_tokens(tokens: ArrayLike) -> NDArray[np.uint32]:
         ConfigError: more than one row.
         TokenOutOfRange: an id that is no uint32.
     """
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise ConfigError("token ids must be one row, got rows of different lengths") from error
     if ids.ndim != 1:
         raise ConfigError(f"token ids must be one row, got an array of shape {ids.shape}")
     if ids.dtype != np.uint32 and len(ids):

@@ -109,8 +109,10 @@ def plan_layout(groups: Sequence[LayerGroup], pool_bytes: int, unit_tokens: int 
     """
     if not groups:
         raise ConfigError("a layout needs at least one layer group")
-    if unit_tokens < 1:
-        raise ConfigError(f"unit_tokens must be at least 1, got {unit_tokens}")
+    if isinstance(groups, str) or not all(isinstance(group, LayerGroup) for group in groups):
+        raise ConfigError(f"layer groups come from layer_groups() or group_entries(); got {groups!r}")
+    if isinstance(unit_tokens, bool) or not isinstance(unit_tokens, int) or unit_tokens < 1:
+        raise ConfigError(f"unit_tokens must be a whole number of at least 1, got {unit_tokens!r}")
     for group in groups:
         if not group.is_state and group.page_tokens % unit_tokens:
             raise ConfigError(

@@ -72,7 +72,7 @@ def policy_named(name: str) -> Policy:
     Raises:
         ConfigError: there is none.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
     return POLICIES[name]
 

@@ -119,8 +119,10 @@ def register_group_kind(name: str, *, holds: Holds, rule: Callable[..., Rule]) -
         rule: called with the entry's parameters as keywords (`window=1024`), returns a `Rule`.
 
     Raises:
-        ConfigError: the name is taken by another kind, or `holds` is neither word.
+        ConfigError: the name is taken by another kind, `holds` is neither word, or `rule` cannot be called.
     """
+    if not callable(rule):
+        raise ConfigError(f"the rule of a group kind is called with an entry's parameters; {rule!r} cannot be called")
     if holds not in ("tokens", "state"):
         raise ConfigError(f"a group kind holds 'tokens' or 'state', got {holds!r}")
     kind = GroupKind(name, holds, rule)

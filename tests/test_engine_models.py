@@ -143,6 +143,18 @@ def test_repetition_penalty_equals_generate(model: Any, engine: Engine) -> None:
     assert out.token_ids == expected
 
 
+def test_a_loop_of_ones_own_runs_over_the_engines_pool(model: Any, engine: Engine) -> None:
+    prompt = prompt_of(40, 3)
+    expected = stock(model, prompt, 6)
+    (before,) = engine.generate([prompt], SamplingParams(max_tokens=6))
+    with engine.paged_cache() as cache:
+        own = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, cache=cache)
+        assert engine.usage().live_bytes > 0
+    (after,) = engine.generate([prompt], SamplingParams(max_tokens=6))
+    assert before.token_ids == after.token_ids == own[0, 40:].tolist() == expected
+    assert after.cached_tokens == 32
+
+
 def test_the_model_is_its_own_again_after_close(model: Any) -> None:
     prompt = prompt_of(20, 8)
     before = stock(model, prompt, 5)

@@ -18,6 +18,7 @@ from hybridkv.engine.request import Request
 from hybridkv.engine.scheduler import Plan, Scheduler
 from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError, TokenOutOfRange
 from hybridkv.hashing import Salt
+from hybridkv.hf.paged_cache import PagedCache, paged_cache
 from hybridkv.hf.runner import ModelRunner
 from hybridkv.manager import GroupManager
 
@@ -142,6 +143,15 @@ class Engine:
         """Drop every cached page no running request holds; returns the bytes that became free."""
         return self.manager.evict(self.manager.layout.pool_bytes)
 
+    def paged_cache(self) -> PagedCache:
+        """A cache over this engine's pool, for `model.generate(..., cache=)`. The two take turns on the pool.
+
+        Raises:
+            EngineClosed: the engine is closed.
+        """
+        self._require_open()
+        return paged_cache(self._runner.model, runner=self._runner)
+
     def close(self) -> None:
         """Drop every request and give the model back as it was. Closing twice is allowed."""
         if not self._closed:
@@ -176,9 +186,12 @@ class Engine:
         finally:
             self._core.drop(request)
 
-    def _step(self) -> Plan:
+    def _require_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed; wrap the model again")
+
+    def _step(self) -> Plan:
+        self._require_open()
         return self._core.step()
 
     def _requests(
@@ -189,8 +202,7 @@ class Engine:
         salt: Salt | None,
     ) -> list[Request]:
         """Checked requests, none of them scheduled."""
-        if self._closed:
-            raise EngineClosed("the engine is closed; wrap the model again")
+        self._require_open()
         if salt is not None and not isinstance(salt, str | bytes):
             raise RequestError(f"a salt is a string or bytes, got {type(salt).__name__}")
         lists = token_lists(prompts, self.tokenizer)
