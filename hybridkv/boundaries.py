@@ -29,7 +29,7 @@ def checked_breakpoints(breakpoints: Iterable[int], length: int) -> list[int]:
     """
     if not isinstance(breakpoints, Iterable):
         raise RequestError(f"breakpoints are several prefix lengths in tokens, got {breakpoints!r}")
-    checked = []
+    checked: list[int] = []
     for tokens in breakpoints:
         if isinstance(tokens, bool) or not isinstance(tokens, Integral) or not 0 <= tokens <= length:
             raise RequestError(f"a breakpoint lies inside the prompt, at 0 to {length} tokens; got {tokens!r}")

@@ -113,9 +113,9 @@ class GroupManager:
         Raises:
             EmptyPrompt, TokenOutOfRange, RequestError: the request can never be served as it is.
         """
-        if np.size(token_ids) == 0:
-            raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
         ids = checked_tokens(token_ids)
+        if not len(ids):
+            raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
         unit = self.unit_tokens
         seed = chain_seed(
             algorithm=self.hash,
