@@ -81,9 +81,9 @@ def hold_prefix(ledger: Ledger, seq: Sequence, rows: Rows) -> None:
         seq.tables[g] = table
     if tokens:
         if ledger.retention.has(last):
-            ledger.retention.touch(last)
+            ledger.retention.touch(last, seq.id)
         else:
-            ledger.retention.add(last, tokens)
+            ledger.retention.add(last, tokens, seq.id)
 
 
 def release_pages(ledger: Ledger, seq: Sequence, *, keep: bool) -> None:

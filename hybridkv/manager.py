@@ -238,6 +238,20 @@ class GroupManager:
             else:
                 self._advance(seq, 1)
 
+    def add_breakpoint(self, seq: Sequence, tokens: int) -> None:
+        """Make a resume point at this prefix length too, rounded down to a boundary, once the sequence gets there.
+
+        Nothing happens if it is past that length already.
+
+        Raises:
+            RequestError: the length lies outside the tokens known so far.
+            UsageError: a closed sequence.
+        """
+        self._require_open(seq)
+        (tokens,) = boundaries.checked_breakpoints([tokens], seq.known)
+        seq.plan = boundaries.planned([*seq.plan, tokens], self.layout.boundary_tokens, seq.length)
+        seq.capacity = 0
+
     def fork(self, seq: Sequence) -> Sequence:
         """A second sequence with the same tokens; pages are shared until one of the two writes to them.
 
@@ -324,8 +338,8 @@ class GroupManager:
         return freed
 
     def resume_points(self) -> tuple[int, ...]:
-        """Prefix lengths, in tokens, of the resume points kept now, least recently used first."""
-        return tuple(point.tokens for point in self._ledger.retention.points)
+        """Prefix lengths, in tokens, of the resume points kept now, ascending."""
+        return tuple(sorted(point.tokens for point in self._ledger.retention.points))
 
     def usage(self) -> audit.Usage:
         """Bytes and pages by group and by state."""

@@ -40,9 +40,9 @@ def keep_end(ledger: Ledger, seq: Sequence) -> None:
     if tokens:
         row = int(seq.rows[tokens // unit - 1])
         if ledger.retention.has(row):
-            ledger.retention.refresh(row)
+            ledger.retention.refresh(seq.id)
         else:
-            ledger.retention.add(row, tokens)
+            ledger.retention.add(row, tokens, seq.id)
 
 
 def fork(ledger: Ledger, seq: Sequence, id: int) -> Sequence:
@@ -180,7 +180,7 @@ def _make_points(ledger: Ledger, seq: Sequence) -> None:
         tokens = seq.plan.pop(0)
         row = int(seq.rows[tokens // ledger.layout.unit_tokens - 1])
         known = ledger.retention.has(row)
-        if ledger.retention.add(row, tokens) and not known:
+        if ledger.retention.add(row, tokens, seq.id) and not known:
             seq.made_points.append(row)
 
 

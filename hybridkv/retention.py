@@ -2,13 +2,15 @@
 
 A resume point keeps the pages that every group needs at its boundary. Cached pages that no resume point needs go
 first, oldest first and the tail of a prefix before its head; then the resume point of least value loses its claim and
-its pages follow. So no eviction takes a prompt's hit to zero while an earlier resume point of it lives.
+its pages follow. The points of one request go from the deepest to the shallowest, so its hit falls back point by
+point, and no eviction takes a prompt's hit to zero while an earlier resume point of it lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ from hybridkv.pool import Pool
 from hybridkv.rules import page_ranges
 
 CANDIDATES = 16
-"""How many of the least recently used resume points a value policy compares."""
+"""How many of the least recent requests a value policy compares, each by its deepest resume point."""
 
 
 class Victims(NamedTuple):
@@ -39,22 +41,24 @@ class ResumePoint:
     Attributes:
         row: the entry row of the last unit before the boundary.
         tokens: prefix length.
-        stamp: when it was made or last hit.
+        request: who made it, or resumed at it last.
         hits: how often a look-up resumed here or another request made it again.
+        stamp: when that request last made or hit a point.
     """
 
     row: int
     tokens: int
-    stamp: int
+    request: int
     hits: int = 0
+    stamp: int = 0
 
 
 Policy = Callable[["Retention", Sequence[ResumePoint]], ResumePoint]
-"""Chooses, among resume points in order of last use (oldest first), the one to lose."""
+"""Chooses the resume point to lose, among the deepest of each of the least recent requests, oldest first."""
 
 
 def least_recent(_: Retention, points: Sequence[ResumePoint]) -> ResumePoint:
-    """The resume point that was made or hit longest ago."""
+    """The deepest resume point of the request that made or hit one longest ago."""
     return points[0]
 
 
@@ -95,6 +99,7 @@ class Retention:
         self._index = index
         self._policy = policy
         self._points: dict[int, ResumePoint] = {}
+        self._requests: dict[int, dict[int, ResumePoint]] = {}
         self._strides = np.array([plan.stride for plan in layout.plans], np.int64)
         self._queue_groups = np.zeros(0, np.int64)
         self._queue_pages = np.zeros(0, np.int64)
@@ -103,8 +108,8 @@ class Retention:
 
     @property
     def points(self) -> Sequence[ResumePoint]:
-        """Every resume point, least recently used first."""
-        return tuple(self._points.values())
+        """Every resume point, those of the least recent request first."""
+        return tuple(point for points in self._requests.values() for point in points.values())
 
     def has(self, row: int) -> bool:
         return row in self._points
@@ -113,25 +118,29 @@ class Retention:
         self.clock += 1
         return self.clock
 
-    def touch(self, row: int) -> None:
-        """A resume point was hit or made again; nothing happens where none stands."""
-        point = self._points.pop(row, None)
+    def touch(self, row: int, request: int) -> None:
+        """`request` hit this resume point or makes it again: it is one of that request's points from now on."""
+        point = self._points.get(row)
         if point is not None:
-            point.stamp = self.tick()
+            self._leave(point)
+            point.request = request
             point.hits += 1
-            self._points[row] = point
+            self._requests.setdefault(request, {})[row] = point
+            self.refresh(request)
 
-    def refresh(self, row: int) -> None:
-        """A resume point was reached again by the request that stands on it; that is no proof of its worth."""
-        point = self._points.pop(row, None)
-        if point is not None:
-            point.stamp = self.tick()
-            self._points[row] = point
+    def refresh(self, request: int) -> None:
+        """The points of this request are the most recently used ones now."""
+        points = self._requests.pop(request, None)
+        if points is not None:
+            self._requests[request] = points
+            now = self.tick()
+            for point in points.values():
+                point.stamp = now
 
-    def add(self, row: int, tokens: int) -> bool:
+    def add(self, row: int, tokens: int, request: int) -> bool:
         """Keep what every group needs at this boundary. False, and no change, if some of it is not cached."""
         if row in self._points:
-            self.touch(row)
+            self.touch(row, request)
             return True
         pages = self.needed_pages(row, tokens)
         if any((held < 0).any() for held in pages):
@@ -139,12 +148,15 @@ class Retention:
         for needs, held in zip(self.needs, pages, strict=True):
             needs[held] += 1
         self._index.hold(row)
-        self._points[row] = ResumePoint(row, tokens, self.tick())
+        point = ResumePoint(row, tokens, request)
+        self._points[row] = self._requests.setdefault(request, {})[row] = point
+        self.refresh(request)
         return True
 
     def drop(self, row: int) -> None:
         """Give up a resume point; its pages stay cached until their turn comes."""
         point = self._points.pop(row)
+        self._leave(point)
         for needs, held in zip(self.needs, self.needed_pages(row, point.tokens), strict=True):
             needs[held] -= 1
         self._index.unhold(row)
@@ -208,13 +220,19 @@ class Retention:
                 if not len(self._queue_pages):
                     if not self._points:
                         break
-                    oldest = [point for _, point in zip(range(CANDIDATES), self._points.values(), strict=False)]
+                    oldest = [_deepest(points) for points in islice(self._requests.values(), CANDIDATES)]
                     self.drop(self._policy(self, oldest).row)
                     continue
             for victims in self._pop(nbytes):
                 chosen.append(victims)
                 nbytes -= len(victims.pages) * self._strides[victims.group]
         return chosen
+
+    def _leave(self, point: ResumePoint) -> None:
+        points = self._requests[point.request]
+        del points[point.row]
+        if not points:
+            del self._requests[point.request]
 
     def _pop(self, nbytes: int) -> list[Victims]:
         """The head of the queue worth about `nbytes`, without pages that were used since it was built."""
@@ -250,3 +268,7 @@ class Retention:
         self._queue_pages = np.concatenate(pages)[order]
         self._next = 0
         self._built = self.clock
+
+
+def _deepest(points: Mapping[int, ResumePoint]) -> ResumePoint:
+    return max(points.values(), key=lambda point: point.tokens)

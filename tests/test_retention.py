@@ -182,7 +182,7 @@ def test_a_point_without_its_pages_is_not_made() -> None:
     cache(manager, TEXT)
     ledger = manager._ledger
     row = int(ledger.index.chain(ledger.retention.points[-1].row)[3])
-    assert not ledger.retention.add(row, 16), "there is no state at 16 tokens"
+    assert not ledger.retention.add(row, 16, 0), "there is no state at 16 tokens"
     assert not ledger.retention.has(row)
     manager.check()
 
@@ -192,7 +192,7 @@ def test_a_point_made_again_counts_as_used() -> None:
     cache(manager, TEXT)
     cache(manager, OTHER)
     first, *_ = manager._ledger.retention.points
-    assert manager._ledger.retention.add(first.row, first.tokens)
+    assert manager._ledger.retention.add(first.row, first.tokens, request=99)
     assert manager._ledger.retention.points[-1] is first
     assert first.hits == 1
     manager.check()
@@ -224,6 +224,7 @@ def test_value_is_tokens_saved_per_byte_that_only_this_point_keeps() -> None:
     early, late = retention.points
     assert (early.tokens, late.tokens) == (20, 60)
     early.hits = late.hits = 0
+    retention.refresh(early.request)
     # The pages before 20 are kept by both points, so giving up the first frees its state alone.
     assert retention.value(early) == 20 / (1 + state_bytes) / (retention.clock - early.stamp + 1)
     freed = 1 + state_bytes + 10 * page

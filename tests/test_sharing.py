@@ -114,14 +114,14 @@ def test_where_checkpoints_lie_does_not_depend_on_chunks(chunk: int) -> None:
         server.close(again, cache=False)
 
 
+@pytest.mark.parametrize("policy", ["lru", "cost"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_under_pressure_the_hit_falls_from_resume_point_to_resume_point(preset: str) -> None:
-    manager = serve(preset)
+def test_under_pressure_the_hit_falls_from_resume_point_to_resume_point(preset: str, policy: str) -> None:
+    manager = serve(preset, policy=policy)
     seq = manager.open(A, breakpoints=[1000, 3000, 5000])
     compute(manager, seq, chunk=CHUNK)
     manager.close(seq)
-    points = manager.resume_points()
-    assert points == (992, 2992, 4992, 7984, 8000)
+    assert manager.resume_points() == (992, 2992, 4992, 7984, 8000)
     stride = max(plan.stride for plan in manager.layout.plans)
     seen = [hit_now(manager, seq)]
     while manager.evict(stride):
@@ -131,6 +131,9 @@ def test_under_pressure_the_hit_falls_from_resume_point_to_resume_point(preset: 
         assert seen[-1] <= seen[-2]
     manager.check()
     assert (seen[0], seen[-1]) == (7984, 0)
+    assert {7984, 4992, 2992, 992, 0} <= set(seen), "every resume point breaks the fall"
+    if preset in WITH_STATES:
+        assert sorted(set(seen)) == [0, 992, 2992, 4992, 7984]
 
 
 def test_the_loss_of_any_one_page_leaves_the_resume_points_before_it() -> None:

@@ -1,10 +1,13 @@
-"""The step loop: plan, one packed forward pass, commit, sample."""
+"""The step loop: plan, one packed forward pass, sample, commit."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from hybridkv.engine.request import Request
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Plan, Scheduler
+from hybridkv.errors import HybridKVError
 from hybridkv.hf.runner import ModelRunner, Span
 from hybridkv.manager import GroupManager
 
@@ -16,6 +19,7 @@ class EngineCore:
         self._runner = runner
         self._manager = manager
         self._scheduler = scheduler
+        self._losses = runner.losses
 
     def submit(self, request: Request) -> None:
         self._scheduler.submit(request)
@@ -31,20 +35,31 @@ class EngineCore:
     def step(self) -> Plan:
         """One forward pass for whoever has work; the plan is empty when nobody has.
 
-        Any error, an interrupt included, drops every request and gives back all their pages before it goes on, so
-        the engine is usable afterwards. Nothing a failed pass wrote is ever hit; an interrupt empties the cache.
+        A prompt whose logits are not a number ends alone, with its `error`. Any other error, an interrupt included,
+        drops every request and gives back all their pages before it goes on, so the engine is usable afterwards.
+        Nothing a failed pass wrote is ever hit. An interrupt, and a failure while pages were copied, empty the cache.
         """
+        self._runner.reap()
+        if self._losses != self._runner.losses:
+            # Somebody else who uses the pool failed there.
+            self._start_over()
         try:
             plan = self._scheduler.plan()
             if not plan.empty:
                 self._run(plan)
         except BaseException as error:
-            self._scheduler.drop_all()
-            if not isinstance(error, Exception):
-                # An interrupt may fall between taking page copies and running them.
-                self._manager.evict(self._manager.layout.pool_bytes)
+            if self._losses != self._runner.losses or not isinstance(error, Exception):
+                self._start_over()
+            else:
+                self._scheduler.drop_all()
             raise
         return plan
+
+    def _start_over(self) -> None:
+        """Cached pages may have been moved in the books and not in memory: forget all of them."""
+        self._losses = self._runner.losses
+        self._scheduler.drop_all()
+        self._manager.evict(self._manager.layout.pool_bytes)
 
     def _run(self, plan: Plan) -> None:
         spans = [Span(request.sequence, request.tokens[-1:]) for request in plan.decodes]
@@ -55,18 +70,35 @@ class EngineCore:
             done = request.computed
             spans.append(Span(request.sequence, request.tokens[done : done + size]))
         logits = self._runner.forward(spans)
-        if plan.decodes:
-            self._manager.commit_decode(
-                [request.sequence for request in plan.decodes], [request.tokens[-1] for request in plan.decodes]
-            )
-        for request, size in plan.chunks:
-            self._manager.commit(request.sequence, size)
-        if not ready:
-            return
+        # What is wrong with a pass must be known before any of its pages are published.
+        failed = self._fail_where_nan(logits, [*plan.decodes, *(request for request, _ in plan.chunks)])
+        ready = [(row, request) for row, request in ready if request not in failed]
         rows = [row for row, _ in ready]
         wanted = logits if len(rows) == len(spans) else logits[rows]
-        tokens = sample(wanted, [request.state for _, request in ready])
+        tokens = sample(wanted, [request.state for _, request in ready]) if ready else []
+        decodes = [request for request in plan.decodes if request not in failed]
+        if decodes:
+            self._manager.commit_decode(
+                [request.sequence for request in decodes], [request.tokens[-1] for request in decodes]
+            )
+        for request, size in plan.chunks:
+            if request not in failed:
+                self._manager.commit(request.sequence, size)
         for (_, request), token in zip(ready, tokens, strict=True):
             request.append(token)
             if request.done:
                 self._scheduler.finish(request)
+
+    def _fail_where_nan(self, logits: Tensor, requests: list[Request]) -> list[Request]:
+        """End the requests whose row of logits is not a number; nothing of theirs is kept. Returns them."""
+        bad = logits.amax(-1).isnan()
+        failed = [requests[row] for row in bad.nonzero()[:, 0].tolist()]
+        for request in failed:
+            request.error = HybridKVError(
+                f"the model's logits for a request of {len(request.tokens)} tokens are not a number; "
+                "half precision overflows in some models: try bfloat16 or float32"
+            )
+            self._manager.close(request.sequence, cache=False)
+            request.seq = None
+            self._scheduler.finish(request)
+        return failed

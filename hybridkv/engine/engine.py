@@ -91,6 +91,7 @@ class Engine:
         Raises:
             RequestError: one of the prompts or params can never be served. Nothing was scheduled.
             EngineClosed: after `close()`.
+            HybridKVError: the logits of one prompt are not a number; the others of this call end with it.
         """
         requests = self._requests(prompts, params, breakpoints, salt)
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not progress) as bar:
@@ -103,6 +104,9 @@ class Engine:
                     tokens += len(plan.decodes) + sum(chunk.size for chunk in plan.chunks)
                     bar.update(sum(request.done for request in requests) - bar.n)
                     bar.set_postfix(tokens=tokens, refresh=False)
+                    for i, request in enumerate(requests):
+                        if request.error is not None:
+                            raise HybridKVError(f"prompt {i}: {request.error}") from request.error
             except BaseException:
                 for request in requests:
                     self._core.drop(request)
@@ -234,6 +238,8 @@ class Engine:
 
 
 def _output(request: Request) -> RequestOutput:
+    if request.error is not None:
+        raise request.error
     if request.output is None:
         raise HybridKVError(
             "the request was dropped: another call on this engine failed in the same forward pass, or it was closed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -71,6 +71,11 @@ def token_lists(prompts: Prompts, tokenizer: Tokenizer | None) -> list[list[int]
         EmptyPrompt: no prompt at all, or an empty one.
         RequestError: something else, or a string where there is no tokenizer.
     """
+    if isinstance(prompts, Mapping | UserDict):
+        raise RequestError(
+            f"prompts must be strings or lists of token ids, got a {type(prompts).__name__}, which is what calling a "
+            "tokenizer returns: pass encoding['input_ids']"
+        )
     given = _plain(prompts)
     if isinstance(given, str) or _is_ids(given):
         given = [given]

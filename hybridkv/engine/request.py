@@ -14,7 +14,7 @@ from hybridkv.engine.detokenize import OutputText, Tokenizer
 from hybridkv.engine.outputs import FinishReason, RequestOutput, StreamEvent
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.sampler import SamplerState
-from hybridkv.errors import UsageError
+from hybridkv.errors import HybridKVError, UsageError
 from hybridkv.hashing import Salt
 from hybridkv.sequence import Sequence as ManagedSequence
 
@@ -28,6 +28,7 @@ class Request:
         tokens: prompt and generated tokens.
         stop_ids: token ids that end it, end-of-sequence ids included.
         seq: held while running, None while waiting or done.
+        error: why it ended without an output, if it did so alone.
     """
 
     arrival: int
@@ -42,6 +43,7 @@ class Request:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     dropped: bool = False
+    error: HybridKVError | None = None
     output: RequestOutput | None = None
     events: deque[StreamEvent] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
@@ -63,7 +65,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        return self.dropped or self.finish_reason is not None
+        return self.dropped or self.error is not None or self.finish_reason is not None
 
     @property
     def sequence(self) -> ManagedSequence:

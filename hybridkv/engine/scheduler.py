@@ -167,10 +167,14 @@ class Scheduler:
         )
 
     def _prefix_is_coming(self, request: Request) -> bool:
-        return any(
-            other.computed < len(other.prompt) and request.shared_tokens(other, self._unit) > other.computed
-            for other in self.running
-        )
+        coming = False
+        for other in self.running:
+            if other.computed < len(other.prompt):
+                shared = request.shared_tokens(other, self._unit)
+                if shared > other.computed:
+                    self._manager.add_breakpoint(other.sequence, shared)
+                    coming = True
+        return coming
 
     def _preempt_latest(self, keep: Request | None = None) -> None:
         victim = max((r for r in self.running if r is not keep), key=lambda request: request.arrival)

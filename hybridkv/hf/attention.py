@@ -57,6 +57,7 @@ def hybridkv_attention(
     if position_bias is not None:
         raise UnsupportedModel("attention with a position bias cannot run over pages; use the model's own forward pass")
     plan, entry = step.tokens_of(step.layer)
+    step.attended.add(step.layer)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     return packed_attention(query[0], key[0], value[0], plan, entry, scoring)[None], None
 

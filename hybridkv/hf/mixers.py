@@ -44,7 +44,7 @@ def _conv(
     activation: str | None = None,
     **ignored: Any,
 ) -> Tensor:
-    plan, entry = step.states_of(step.layer)
+    plan, entry = step.states_of(step.layer, CONV)
     function = None if activation is None else ACT2FN[activation]
     return packed_conv(hidden_states, weight, bias, function, plan, entry, CONV)
 
@@ -65,7 +65,7 @@ def _selective_scan(
     return_last_state: bool = False,
     **ignored: Any,
 ) -> Any:
-    plan, entry = step.states_of(step.layer)
+    plan, entry = step.states_of(step.layer, RECURRENT)
     y = packed_selective_scan(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, plan, entry, RECURRENT)
     return (y, None) if return_last_state else y
 
@@ -87,7 +87,7 @@ def _chunk_scan(
     return_final_states: bool = False,
     **ignored: Any,
 ) -> Any:
-    plan, entry = step.states_of(step.layer)
+    plan, entry = step.states_of(step.layer, RECURRENT)
     rule = Discretisation(A, dt_bias, dt_softplus, (float(dt_limit[0]), float(dt_limit[1])))
     y = packed_ssd(hidden_states, dt, B, C, D, rule, chunk_size, original, plan, entry, RECURRENT)
     return (y, None) if return_final_states else y
@@ -105,7 +105,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    plan, entry = step.states_of(step.layer)
+    plan, entry = step.states_of(step.layer, RECURRENT)
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     recurrent = getattr(module, "torch_recurrent_gated_delta_rule", original)
     out = packed_delta_rule(query, key, value, g, beta, options, original, recurrent, plan, entry, RECURRENT)
@@ -118,6 +118,16 @@ _HANDLERS: Mapping[str, Handler] = {
     "mamba2_chunk_scan": _chunk_scan,
     "torch_chunk_gated_delta_rule": _delta_rule,
 }
+
+
+REPLACED = tuple(_HANDLERS)
+"""Names of the functions a recurrent layer must call, each found in the layer's own Python module."""
+
+
+def source_modules(module: nn.Module) -> list[ModuleType]:
+    """The Python modules whose functions a layer's methods call: those of its class and of all its bases."""
+    found = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    return [source for source in found if source is not None]
 
 
 class Wrapped:
@@ -149,21 +159,24 @@ def _resumed_scan(state: Tensor, *args: Any, return_last_state: bool = False, **
 
 
 class MixerHooks:
-    """Holds the wrapped functions of a model's modules until `close`."""
+    """Holds the wrapped functions of a model's modules until `close`, and no reference to the model.
+
+    Attributes:
+        closed: whether it has let go.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        names = {type(module).__module__ for module in model.modules()}
+        self.closed = False
         self._held: list[tuple[ModuleType, str]] = []
-        for module_name in sorted(names):
-            module = sys.modules.get(module_name)
-            if module is None or not module_name.startswith("transformers."):
-                continue
+        sources = {id(source): source for module in model.modules() for source in source_modules(module)}
+        for source in sources.values():
             for name in _HANDLERS:
-                if callable(getattr(module, name, None)):
-                    self._hold(module, name)
+                if callable(getattr(source, name, None)):
+                    self._hold(source, name)
 
     def close(self) -> None:
         """Let go; a function nobody holds any more is put back. Calling it again changes nothing."""
+        self.closed = True
         while self._held:
             module, name = self._held.pop()
             wrapped = getattr(module, name)

@@ -9,6 +9,7 @@ always does. There is no prefix sharing, because a cache never sees token ids.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hybridkv.errors import UnsupportedModel, UsageError
-from hybridkv.hf.mixers import CONV, RECURRENT
+from hybridkv.hf.mixers import CONV, RECURRENT, MixerHooks
 from hybridkv.hf.resume import ScanHooks
 from hybridkv.hf.rows import BatchRows
 from hybridkv.hf.runner import ModelRunner, build_manager
 from hybridkv.ops.attention import KEY, VALUE
 from hybridkv.ops.spans import Entry
+from hybridkv.sequence import Sequence as Request
 
 _KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
@@ -46,7 +48,7 @@ def paged_cache(
     Raises:
         UnsupportedModel: the model cannot be served.
         ConfigError: a setting that cannot work; PoolTooSmall where the pool has no room for one slab per group.
-        UsageError: `runner` runs another model.
+        UsageError: `runner` runs another model, or is closed.
     """
     if runner is None:
         # Nothing is ever resumed from a checkpoint here, so none is made.
@@ -73,11 +75,16 @@ class PagedCache(Cache):
             raise UnsupportedModel(
                 f"a paged cache cannot hold {', '.join(other)} layers with a model's own masks; use hybridkv.wrap()"
             )
+        if runner.closed:
+            raise UsageError("the runner is closed; make a new one, or leave it out")
         self._runner = runner
-        self._owns_runner = owns_runner
         self._tokens, self._states = runner.layers.tokens, runner.layers.states
-        self._scans: ScanHooks | None = ScanHooks(runner.model)
         self._rows = BatchRows(runner)
+        scans = ScanHooks(runner.model)
+        # What it holds on to must not lead to the model, which may lead back to this cache.
+        hooks: list[ScanHooks | MixerHooks] = [scans, runner.hooks] if owns_runner else [scans]
+        self._release = weakref.finalize(self, _release, hooks, self._rows.held, runner.abandoned)
+        self._release.atexit = False
         self._served: set[tuple[str, int]] = set()
         self._lent: tuple[int, Tensor] | None = None
 
@@ -260,12 +267,9 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Free the pages and give the model its own functions back. Calling it again changes nothing."""
-        if self._scans is not None:
+        if self._release.alive:
             self.reset()
-            self._scans.close()
-            self._scans = None
-            if self._owns_runner:
-                self._runner.close()
+            self._release()
 
     # Steps
 
@@ -273,13 +277,22 @@ class PagedCache(Cache):
         """Have a step under way for the new tokens, new[:, :, token]: the current one, or the next."""
         self._next_step(what, layer)
         if not self._rows.pending:
-            if self._scans is None:
-                raise UsageError("this cache is closed")
             self._rows.begin(new.shape[0], new.shape[2])
         self._served.add((what, layer))
 
     def _next_step(self, what: str, layer: int) -> None:
-        """End the step under way if it has served this layer before."""
+        """End the step under way if it has served this layer before.
+
+        Raises:
+            UsageError: nothing would continue the layer's state: the cache is closed, or the runner it shares.
+        """
+        if not self._release.alive:
+            raise UsageError("this cache is closed; make a new one with hybridkv.paged_cache(model)")
+        if self._runner.closed:
+            raise UsageError(
+                "the engine or runner whose pool this cache shares is closed; make a new cache, with "
+                "hybridkv.paged_cache(model) or from an open engine"
+            )
         if (what, layer) in self._served:
             self._finish()
 
@@ -315,3 +328,10 @@ class PagedCache(Cache):
         """The kind of a layer's tokens, else of its state, or None."""
         found = self._tokens.get(layer) or self._states.get(layer)
         return None if found is None else self._groups[found[0]].kind
+
+
+def _release(hooks: list[ScanHooks | MixerHooks], held: list[Request], abandoned: list[Request]) -> None:
+    """Let go of the model. Garbage collection may come in the middle of a manager's work, so rows only queue up."""
+    abandoned.extend(held)
+    for hook in hooks:
+        hook.close()

@@ -6,12 +6,11 @@ each mixer put the cache's state where the wrapped scan finds it, for caches tha
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from hybridkv.hf.mixers import resumed_state
+from hybridkv.hf.mixers import resumed_state, source_modules
 
 
 @runtime_checkable
@@ -29,7 +28,7 @@ class ScanHooks:
     def __init__(self, model: nn.Module) -> None:
         self._handles: list[Any] = []
         for module in model.modules():
-            scans = hasattr(sys.modules.get(type(module).__module__), "mamba_selective_scan")
+            scans = any(hasattr(source, "mamba_selective_scan") for source in source_modules(module))
             if scans and hasattr(module, "x_proj") and hasattr(module, "layer_idx"):
                 self._handles.append(module.register_forward_pre_hook(_before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(_after, always_call=True))

@@ -14,9 +14,10 @@ from hybridkv.entries import CacheEntry, LayerGroup, group_entries
 from hybridkv.errors import ConfigError, UnsupportedModel, UsageError
 from hybridkv.hf.attention import attention_configs, packed_pass
 from hybridkv.hf.cache import PackedCache
-from hybridkv.hf.mixers import MixerHooks
+from hybridkv.hf.mixers import REPLACED, MixerHooks
 from hybridkv.hf.step import LayerMap, PackedStep, Span
 from hybridkv.manager import GroupManager
+from hybridkv.sequence import Sequence as Request
 from hybridkv.storage import PoolStorage
 
 __all__ = ["ModelRunner", "Span", "build_manager", "check_model"]
@@ -98,10 +99,14 @@ class ModelRunner:
 
     Attributes:
         model, manager, storage: what it connects.
+        hooks: on the functions of the model's modules.
         vocab_size: entries of a logits row.
         max_positions: the model's context length in tokens, or None if it has none.
         layers: where each layer keeps its tokens and states.
         layer_count: of the model.
+        losses: how often page copies were lost to a failure. Whoever holds pages or hits cached ones across an
+            increase holds garbage.
+        abandoned: sequences whose owner was garbage collected; `reap` closes them.
     """
 
     def __init__(self, model: nn.Module, manager: GroupManager, *, poison: bool = False) -> None:
@@ -127,9 +132,11 @@ class ModelRunner:
         self.storage = PoolStorage(manager.layout, next(model.parameters()).device, poison=poison)
         self.layers = LayerMap(manager.groups)
         self.layer_count = max(int(text.num_hidden_layers), self.layers.layers)
+        self.losses = 0
+        self.abandoned: list[Request] = []
         self._dtype = model_dtype(model)
         self._configs = attention_configs(model)
-        self._hooks: MixerHooks | None = MixerHooks(model)
+        self.hooks = MixerHooks(model)
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
         """Compute every span's tokens in one pass and store what later tokens need.
@@ -146,8 +153,9 @@ class ModelRunner:
 
         Raises:
             UsageError: the runner is closed, the model was put into training mode, or spans that were not reserved.
+            UnsupportedModel: a layer computed its attention or its state by itself, so the logits would be wrong.
         """
-        if self._hooks is None:
+        if self.closed:
             raise UsageError("this runner is closed")
         if self.model.training:
             raise UsageError("the model is in training mode; call model.eval() before the next pass")
@@ -164,21 +172,62 @@ class ModelRunner:
                     logits_to_keep=step.last,
                     return_dict=True,
                 )
+            self._check_served(step)
             logits: Tensor = output.logits[0].float()
         return logits
 
+    def copy_pages(self) -> None:
+        """Run the manager's pending page copies. If that fails, pages may hold anything and `losses` has grown."""
+        self.losses += 1
+        self.storage.apply(self.manager.take_copies())
+        self.losses -= 1
+
     def settle(self) -> None:
         """Run the manager's pending page copies; in poison mode, fill the pages nobody owns with NaN."""
-        self.storage.apply(self.manager.take_copies())
+        self.copy_pages()
         if self.storage.poisoned:
             for g in range(len(self.manager.groups)):
                 self.storage.poison(g, self.manager.free_slots(g))
 
+    def reap(self) -> None:
+        """Close the sequences of caches that were garbage collected, which must not call the manager themselves."""
+        while self.abandoned:
+            seq = self.abandoned.pop()
+            if not seq.closed:
+                self.manager.close(seq, cache=False)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model has its own functions back, so that nothing can be computed over pages any more."""
+        return self.hooks.closed
+
     def close(self) -> None:
         """Give the model's modules back their own functions. Calling it again changes nothing."""
-        if self._hooks is not None:
-            self._hooks.close()
-            self._hooks = None
+        self.hooks.close()
+
+    def _check_served(self, step: PackedStep) -> None:
+        """Modeling code of its own may bypass what we replace; the packed cache gives it no past, so it must not pass.
+
+        Raises:
+            UnsupportedModel: it does.
+        """
+        advanced, attended = self.layers.parts <= step.advanced, self.layers.tokens.keys() <= step.attended
+        if advanced and attended:
+            return
+        if advanced:
+            found, layer = self.layers.tokens, min(self.layers.tokens.keys() - step.attended)
+            what, names = "attention", "the attention of config._attn_implementation (ALL_ATTENTION_FUNCTIONS)"
+        else:
+            layer, part = min(self.layers.parts - step.advanced)
+            found, names = self.layers.states, f"functions of its module named {', '.join(REPLACED)}"
+            what = f"{self.manager.groups[found[layer][0]].parts[part].name} state"
+        kind = self.manager.groups[found[layer][0]].kind
+        config: Any = self.model.config
+        raise UnsupportedModel(
+            f"model type {getattr(config, 'model_type', '?')!r}: layer {layer} ({kind}) computed its {what} with code "
+            f"of its own, which sees no past here; it must go through {names}. Load the model with the modeling code "
+            "of transformers (trust_remote_code=False), or run its own generate()"
+        )
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

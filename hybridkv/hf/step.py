@@ -49,6 +49,9 @@ class LayerMap:
                         f"layer {entry.layer} keeps more than one entry of a kind; none of its calls say which"
                     )
                 kept[entry.layer] = g, e
+        self.parts = frozenset(
+            (layer, part) for layer, (g, _) in self.states.items() for part in range(len(groups[g].parts))
+        )
 
     @property
     def layers(self) -> int:
@@ -64,6 +67,8 @@ class PackedStep:
         position_ids: int64 [1, tokens].
         last: int64 [spans], the packed place of each span's last token, in the order the spans were given.
         layer: layer whose attention or mixer runs now, as the cache saw it.
+        attended: layers whose attention ran over pages so far.
+        advanced: (layer, part) of the states that were moved on so far.
     """
 
     def __init__(
@@ -98,6 +103,8 @@ class PackedStep:
         self.position_ids = _tensor(positions, device)[None]
         self.last = _tensor(last, device)
         self.layer = -1
+        self.attended: set[int] = set()
+        self.advanced: set[tuple[int, int]] = set()
         self._layers = layers
         self._storage = storage
         requests = [spans[i].seq for i in order]
@@ -117,9 +124,10 @@ class PackedStep:
         g, e = _kept(self._layers.tokens, layer, "keys and values")
         return self._tokens[g], Entry(self._storage, g, e)
 
-    def states_of(self, layer: int) -> tuple[StatePlan, Entry]:
-        """The plan and the pages of a recurrent layer."""
+    def states_of(self, layer: int, part: int) -> tuple[StatePlan, Entry]:
+        """The plan and the pages of a recurrent layer, for whoever moves this part of its state on."""
         g, e = _kept(self._layers.states, layer, "a state")
+        self.advanced.add((layer, part))
         return self._states[g], Entry(self._storage, g, e)
 
 
