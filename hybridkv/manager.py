@@ -52,6 +52,7 @@ class GroupManager:
         checkpoint_interval: int | None = 4096,
         decode_checkpoint_interval: int | None = 64,
         model: str = "",
+        dtype: str = "",
     ) -> None:
         """Plan the pool.
 
@@ -65,6 +66,7 @@ class GroupManager:
                 for none.
             decode_checkpoint_interval: tokens between copies of a decoding request's states; None for none.
             model: identity of the weights; requests of different models never share.
+            dtype: of the computation; it enters the digests with the dtypes of the pages.
 
         Raises:
             ConfigError: a setting that cannot work.
@@ -81,6 +83,7 @@ class GroupManager:
         )
         self.hash = hash
         self._model = model
+        self._dtype = dtype
         self._identity = layout_identity(self.groups)
         self._ledger = Ledger(self.layout, policy_named(policy))
         self._open: dict[int, Sequence] = {}
@@ -120,6 +123,7 @@ class GroupManager:
         seed = chain_seed(
             algorithm=self.hash,
             model=self._model,
+            dtype=self._dtype,
             groups=self._identity,
             unit_tokens=unit,
             adapter=adapter,
@@ -160,11 +164,17 @@ class GroupManager:
             OutOfPages: they do not fit beside what other running requests hold; nothing was taken or evicted.
             UsageError: a closed sequence, or `n` below 1.
         """
-        self._require_open(seq)
-        if n < 1:
-            raise UsageError(f"reserve at least 1 token, got {n}")
-        reservation.reserve(self._ledger, self._open, [(seq, n)])
-        seq.reserved = n
+        self.reserve_all([seq], n)
+
+    def reserve_all(self, seqs: Seq[Sequence], n: int) -> None:
+        """`reserve` the next `n` tokens of each of these distinct sequences, or nothing for any of them."""
+        for seq in seqs:
+            self._require_open(seq)
+        if n < 1 or n != int(n):
+            raise UsageError(f"reserve a whole number of at least 1 token, got {n}")
+        reservation.reserve(self._ledger, self._open, [(seq, n) for seq in seqs])
+        for seq in seqs:
+            seq.reserved = n
 
     def reserve_decode(self, seqs: Seq[Sequence]) -> None:
         """Take pages for one more token of each of these distinct sequences.

@@ -48,6 +48,7 @@ def build_manager(
     """
     entries = check_model(model)
     config = getattr(model, "config", None)
+    options.setdefault("dtype", _dtype_name(model))
     options.setdefault("model", str(getattr(config, "name_or_path", "") or getattr(config, "model_type", "")))
     return GroupManager(group_entries(entries, page_tokens), parse_bytes(memory), **options)
 
