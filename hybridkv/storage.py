@@ -83,17 +83,19 @@ class PoolStorage:
         self.layout = layout
         self.device = torch.device(device)
         self.poisoned = poison
-        self._pool = torch.empty(layout.pool_bytes, dtype=torch.uint8, device=self.device)
-        if poison:
-            self._pool.fill_(0xFF)
-        self._views = tuple(
-            tuple(
-                tuple(self._view(g, plan, entry, index) for index in range(len(plan.group.parts)))
-                for entry in range(plan.group.layers)
+        # Made under the caller's inference_mode(), it could not be written outside of it.
+        with torch.inference_mode(False):
+            self._pool = torch.empty(layout.pool_bytes, dtype=torch.uint8, device=self.device)
+            if poison:
+                self._pool.fill_(0xFF)
+            self._views = tuple(
+                tuple(
+                    tuple(self._view(g, plan, entry, index) for index in range(len(plan.group.parts)))
+                    for entry in range(plan.group.layers)
+                )
+                for g, plan in enumerate(layout.plans)
             )
-            for g, plan in enumerate(layout.plans)
-        )
-        self._bytes = tuple(self._page_rows(g, plan) for g, plan in enumerate(layout.plans))
+            self._bytes = tuple(self._page_rows(g, plan) for g, plan in enumerate(layout.plans))
 
     def part(self, g: int, entry: int, part: int) -> Tensor:
         """A strided view over the whole pool: [slots, page_tokens, *shape], or [slots, *shape] for a state group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hybridkv.entries import CacheEntry, Part, attention_parts
@@ -30,6 +30,30 @@ def full(kv_heads: int, head_dim: int, dtype: str) -> tuple[Store, ...]:
 def sliding(kv_heads: int, head_dim: int, dtype: str, window: int) -> tuple[Store, ...]:
     """Sliding-window attention: K and V of a token, (kv_heads, head_dim) each. `window` counts the token itself."""
     return (Store("sliding_attention", attention_parts(kv_heads, head_dim, dtype), (("window", window),)),)
+
+
+def full_and_sliding(
+    facts: Facts, otherwise: Callable[[int], str], *, kv_heads: int, head_dim: int, window: int
+) -> tuple[CacheEntry, ...]:
+    """The entries of a model whose layers are of full or of sliding attention, all with K and V of one shape.
+
+    Args:
+        facts: the config; it may list its layers in `layer_types`.
+        otherwise: the layer type of layer i where it does not.
+        kv_heads, head_dim, window: defaults of `num_key_value_heads`, `head_dim` and `sliding_window`.
+    """
+    kinds = facts.layer_kinds("layer_types", otherwise)
+    kv_heads, head_dim = facts.size("num_key_value_heads", kv_heads), facts.size("head_dim", head_dim)
+    stores = {
+        "full_attention": full(kv_heads, head_dim, facts.dtype),
+        "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, facts.size("sliding_window", window)),
+    }
+    return cache_entries(facts, kinds, stores)
+
+
+def alternating(layer: int) -> str:
+    """The layer type where sliding and full attention take turns."""
+    return "full_attention" if layer % 2 else "sliding_attention"
 
 
 def state(channels: int, kernel: int, recurrent: tuple[int, ...], *, dtype: str, state_dtype: str) -> tuple[Store, ...]:

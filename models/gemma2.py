@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import cache_entries, full, refuse_bidirectional, sliding
+from hybridkv_models._stores import alternating, full_and_sliding, refuse_bidirectional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,17 +16,7 @@ def entries(config: Config, dtype: str | None = None, state_dtype: str = "float3
     """K and V of a token, (kv_heads, head_dim) each. There is no state: `state_dtype` is unused."""
     facts = Facts(config, "gemma2", dtype)
     refuse_bidirectional(facts)
-    kinds = facts.layer_kinds("layer_types", lambda i: "full_attention" if i % 2 else "sliding_attention")
-    kv_heads, head_dim = facts.size("num_key_value_heads", 4), facts.size("head_dim", 256)
-    window = facts.size("sliding_window", 4096)
-    return cache_entries(
-        facts,
-        kinds,
-        {
-            "full_attention": full(kv_heads, head_dim, facts.dtype),
-            "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, window),
-        },
-    )
+    return full_and_sliding(facts, alternating, kv_heads=4, head_dim=256, window=4096)
 
 
 def tiny_config() -> PreTrainedConfig:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import cache_entries, full, refuse_bidirectional, sliding
+from hybridkv_models._stores import full_and_sliding, refuse_bidirectional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -17,17 +17,11 @@ def entries(config: Config, dtype: str | None = None, state_dtype: str = "float3
     facts = Facts(config, "gemma3_text", dtype)
     refuse_bidirectional(facts)
     period = facts.size("sliding_window_pattern", 6)
-    kinds = facts.layer_kinds("layer_types", lambda i: "sliding_attention" if (i + 1) % period else "full_attention")
-    kv_heads, head_dim = facts.size("num_key_value_heads", 4), facts.size("head_dim", 256)
-    window = facts.size("sliding_window", 4096)
-    return cache_entries(
-        facts,
-        kinds,
-        {
-            "full_attention": full(kv_heads, head_dim, facts.dtype),
-            "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, window),
-        },
-    )
+
+    def layer_type(layer: int) -> str:
+        return "sliding_attention" if (layer + 1) % period else "full_attention"
+
+    return full_and_sliding(facts, layer_type, kv_heads=4, head_dim=256, window=4096)
 
 
 def tiny_config() -> PreTrainedConfig:

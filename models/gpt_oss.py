@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import cache_entries, full, sliding
+from hybridkv_models._stores import alternating, full_and_sliding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,17 +18,7 @@ if TYPE_CHECKING:
 def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
     """K and V of a token, (kv_heads, head_dim) each. There is no state: `state_dtype` is unused."""
     facts = Facts(config, "gpt_oss", dtype)
-    kinds = facts.layer_kinds("layer_types", lambda i: "full_attention" if i % 2 else "sliding_attention")
-    kv_heads, head_dim = facts.size("num_key_value_heads", 8), facts.size("head_dim", 64)
-    window = facts.size("sliding_window", 128)
-    return cache_entries(
-        facts,
-        kinds,
-        {
-            "full_attention": full(kv_heads, head_dim, facts.dtype),
-            "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, window),
-        },
-    )
+    return full_and_sliding(facts, alternating, kv_heads=8, head_dim=64, window=128)
 
 
 def tiny_config() -> PreTrainedConfig:

@@ -53,6 +53,13 @@ class FakeRunner:
         self.fail_at: int | None = None
         self.failure: BaseException = RuntimeError("the device fell off")
         self.closed = False
+        self.losses = 0
+        self.nan_at: int | None = None
+        """A token after which logits are not numbers."""
+        self.fail_copies = False
+
+    def reap(self) -> None:
+        """There are no abandoned caches."""
 
     def close(self) -> None:
         self.closed = True
@@ -62,13 +69,19 @@ class FakeRunner:
         return sum(sum(sizes) for sizes in self.passes)
 
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
+        self.losses += 1
         for copy in self._manager.take_copies():
+            if self.fail_copies:
+                raise self.failure
             self._pages[copy.group][copy.dst] = self._pages[copy.group][copy.src]
+        self.losses -= 1
         for g in range(len(self._manager.groups)):
             self._pages[g][self._manager.free_slots(g)] = -(10**9)
         logits = torch.zeros(len(spans), VOCAB)
         for row, span in enumerate(spans):
             logits[row, self._next(span)] = 1.0
+            if self.nan_at in np.atleast_1d(span.token_ids):
+                logits[row, 5] = torch.nan
         self.passes.append([len(span.token_ids) for span in spans])
         if self.fail_at is not None and len(self.passes) > self.fail_at:
             raise self.failure

@@ -155,6 +155,16 @@ def test_a_loop_of_ones_own_runs_over_the_engines_pool(model: Any, engine: Engin
     assert after.cached_tokens == 32
 
 
+def test_a_loop_of_ones_own_ends_with_its_engine() -> None:
+    model = tiny_model("jamba")
+    with wrap(model, memory="4MiB") as engine:
+        cache = engine.paged_cache()
+        model(torch.tensor([[1, 2, 3]]), cache=cache)
+    with pytest.raises(errors.UsageError, match="open engine"):
+        model(torch.tensor([[4, 5]]), cache=cache)
+    cache.close()
+
+
 def test_the_model_is_its_own_again_after_close(model: Any) -> None:
     prompt = prompt_of(20, 8)
     before = stock(model, prompt, 5)
@@ -259,6 +269,15 @@ def test_text_in_text_out() -> None:
         with pytest.raises(errors.RequestError):
             engine.generate(["fine", b"bytes"])  # type: ignore[list-item]
         assert engine.usage().live_bytes == 0
+
+
+def test_what_a_tokenizer_returns_is_not_taken_for_prompts(engine: Engine) -> None:
+    encoding = byte_level_tokenizer(VOCAB)("two words")
+    for prompts in (encoding, dict(encoding)):
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(errors.RequestError, match=r"pass encoding\['input_ids'\]"):
+                call(prompts)
+    assert len(engine.generate(encoding["input_ids"], SamplingParams(max_tokens=2))) == 1
 
 
 def test_arrays_and_tensors_are_prompts_too(model: Any, engine: Engine) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -134,6 +138,79 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was() -> None:
     with pytest.raises(UsageError, match="only inside"):
         hybridkv_attention(model, *(torch.zeros(1, 1, 1, 4) for _ in range(3)), None)
     runner.close()
+
+
+# Modeling code of other modules
+
+
+def copied_jamba(monkeypatch: pytest.MonkeyPatch, **renamed: str) -> PreTrainedModel:
+    """Jamba with modeling code of its own, as remote code has it; `renamed` are functions it calls by another name."""
+    code = inspect.getsource(modeling_jamba)
+    for old, new in (("...", "transformers."), ("..", "transformers.models."), (".", "transformers.models.jamba.")):
+        code = re.sub(rf"^from {re.escape(old)}(?=\w)", f"from {new}", code, flags=re.MULTILINE)
+    code = code.replace("from ... import", "from transformers import")
+    for name, other in renamed.items():
+        code = code.replace(name, other)
+    module = ModuleType("modeling_of_somebody_else")
+    module.__file__ = modeling_jamba.__file__
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, module.__name__, "exec"), module.__dict__)
+    model: PreTrainedModel = module.JambaForCausalLM(tiny("jamba").config)
+    model.load_state_dict(tiny("jamba").state_dict())
+    return model.eval()
+
+
+def test_a_model_with_modeling_code_of_its_own_is_served_from_its_own_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = copied_jamba(monkeypatch)
+    manager, runner = start(model)
+    seq = manager.open(IDS)
+    for count in (20, 1, 30):
+        manager.reserve(seq, count)
+        (row,) = runner.forward([Span(seq, IDS[seq.length : seq.length + count])])
+        manager.commit(seq, count)
+        torch.testing.assert_close(row, stock_logits(model)[0, seq.length - 1], rtol=1e-4, atol=1e-4)
+    runner.close()
+
+
+def test_layers_that_inherit_their_forward_pass_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("a_subclass_elsewhere")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = tiny("jamba")
+    for layer in model.modules():
+        layer.__class__ = type(type(layer).__name__, (type(layer),), {"__module__": module.__name__})
+    manager, runner = start(model)
+    torch.testing.assert_close(one_pass(manager, runner)[0], stock_logits(model)[0, 19], rtol=1e-4, atol=1e-4)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("mamba_selective_scan", "recurrent state"), ("causal_conv1d_fn", "conv state")]
+)
+def test_a_layer_that_moves_its_state_on_by_itself_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, part: str
+) -> None:
+    model = copied_jamba(monkeypatch, **{name: f"my_{name}"})
+    setattr(sys.modules[type(model).__module__], f"my_{name}", getattr(modeling_jamba, name))
+    manager, runner = start(model)
+    with pytest.raises(UnsupportedModel, match=rf"'jamba': layer 0 \(linear_attention\) computed its {part}.*{name}"):
+        one_pass(manager, runner)
+    runner.close()
+
+
+def test_attention_that_is_computed_without_the_pages_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copied_jamba(monkeypatch)
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", type("Own", (), {"get_interface": lambda *_: own_attention}))
+    manager, runner = start(model)
+    with pytest.raises(UnsupportedModel, match=r"\(full_attention\) computed its attention"):
+        one_pass(manager, runner)
+    runner.close()
+
+
+def own_attention(module: Any, query: torch.Tensor, *others: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    return query.transpose(1, 2), None
 
 
 # What a pass is

@@ -20,9 +20,11 @@ from hybridkv.hf.runner import ModelRunner, Span, build_manager
 from hybridkv.manager import GroupManager
 from hybridkv.pool import PageCopy
 from hybridkv.sequence import Sequence
-from hybridkv_models import family
+from hybridkv_models import family, model_types
 
-FAMILIES = ["bamba", "gemma2", "gemma3", "gpt_oss", "jamba", "llama", "mamba", "mamba2", "mistral", "qwen3_next"]
+FAMILIES = sorted({family(model_type): model_type for model_type in model_types()}.values())
+"""One model type of every family module."""
+
 LENGTH = 150
 SHARED = (0, 37, 64, 96)
 """Tokens each document shares with the first."""

@@ -33,6 +33,14 @@ def raw(storage: PoolStorage) -> torch.Tensor:
     return storage.part(0, 0, 0).untyped_storage()  # type: ignore[return-value]
 
 
+def test_a_pool_made_in_inference_mode_is_written_outside_of_it() -> None:
+    layout = make_layout()
+    with torch.inference_mode():
+        storage = PoolStorage(layout)
+    storage.write_states(STATE, 0, 0, torch.tensor([1]), torch.ones(1, 12, 3))
+    assert bool((storage.part(STATE, 0, 0)[1] == 1).all())
+
+
 def test_every_part_lies_at_its_bytes() -> None:
     layout = make_layout()
     storage = PoolStorage(layout)

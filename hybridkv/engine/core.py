@@ -20,14 +20,20 @@ class EngineCore:
         self._manager = manager
         self._scheduler = scheduler
         self._losses = runner.losses
+        self._unwanted: list[Request] = []
+        self._busy = False
 
     def submit(self, request: Request) -> None:
         self._scheduler.submit(request)
 
     def drop(self, request: Request) -> None:
-        """Forget a request that nobody waits for any more."""
-        if not request.done:
-            self._scheduler.drop(request)
+        """Forget a request that nobody waits for any more, as soon as no step is under way.
+
+        Garbage collection may close an abandoned stream in the middle of a step.
+        """
+        self._unwanted.append(request)
+        if not self._busy:
+            self._drop_unwanted()
 
     def drop_all(self) -> None:
         self._scheduler.drop_all()
@@ -39,26 +45,43 @@ class EngineCore:
         drops every request and gives back all their pages before it goes on, so the engine is usable afterwards.
         Nothing a failed pass wrote is ever hit. An interrupt, and a failure while pages were copied, empty the cache.
         """
+        self._busy = True
+        try:
+            return self._step()
+        finally:
+            self._drop_unwanted()
+
+    def _step(self) -> Plan:
         self._runner.reap()
         if self._losses != self._runner.losses:
-            # Somebody else who uses the pool failed there.
-            self._start_over()
+            # Somebody else who uses the pool failed there. Who waits holds no pages and may still be served.
+            for request in tuple(self._scheduler.running):
+                self._scheduler.drop(request)
+            self._forget_cache()
         try:
             plan = self._scheduler.plan()
             if not plan.empty:
                 self._run(plan)
         except BaseException as error:
+            self._scheduler.drop_all()
             if self._losses != self._runner.losses or not isinstance(error, Exception):
-                self._start_over()
-            else:
-                self._scheduler.drop_all()
+                self._forget_cache()
             raise
         return plan
 
-    def _start_over(self) -> None:
-        """Cached pages may have been moved in the books and not in memory: forget all of them."""
+    def _drop_unwanted(self) -> None:
+        self._busy = True
+        try:
+            while self._unwanted:
+                request = self._unwanted.pop()
+                if not request.done:
+                    self._scheduler.drop(request)
+        finally:
+            self._busy = False
+
+    def _forget_cache(self) -> None:
+        """Cached pages may have been moved in the books and not in memory."""
         self._losses = self._runner.losses
-        self._scheduler.drop_all()
         self._manager.evict(self._manager.layout.pool_bytes)
 
     def _run(self, plan: Plan) -> None:

@@ -71,7 +71,7 @@ def token_lists(prompts: Prompts, tokenizer: Tokenizer | None) -> list[list[int]
         EmptyPrompt: no prompt at all, or an empty one.
         RequestError: something else, or a string where there is no tokenizer.
     """
-    if isinstance(prompts, Mapping | UserDict):
+    if isinstance(prompts, Mapping):
         raise RequestError(
             f"prompts must be strings or lists of token ids, got a {type(prompts).__name__}, which is what calling a "
             "tokenizer returns: pass encoding['input_ids']"

@@ -128,10 +128,11 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         for request in list(islice(self.waiting, self._max_running)):
-            if not budget or len(self.running) >= self._max_running or (self._starved and self.running):
-                return
+            # Asked first: the prompt under way must learn in time where to keep a resume point.
             if self._prefix_is_coming(request):
                 continue
+            if not budget or len(self.running) >= self._max_running or (self._starved and self.running):
+                return
             self._open(request)
             size = min(budget, request.remaining)
             if self.running and not self._reserve(request, size, smallest=size):

@@ -9,7 +9,6 @@ always does. There is no prefix sharing, because a cache never sees token ids.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hybridkv.errors import UnsupportedModel, UsageError
-from hybridkv.hf.mixers import CONV, RECURRENT, MixerHooks
-from hybridkv.hf.resume import ScanHooks
+from hybridkv.hf.lease import Lease
+from hybridkv.hf.mixers import CONV, RECURRENT
 from hybridkv.hf.rows import BatchRows
 from hybridkv.hf.runner import ModelRunner, build_manager
 from hybridkv.ops.attention import KEY, VALUE
 from hybridkv.ops.spans import Entry
-from hybridkv.sequence import Sequence as Request
 
 _KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
@@ -75,16 +73,10 @@ class PagedCache(Cache):
             raise UnsupportedModel(
                 f"a paged cache cannot hold {', '.join(other)} layers with a model's own masks; use hybridkv.wrap()"
             )
-        if runner.closed:
-            raise UsageError("the runner is closed; make a new one, or leave it out")
         self._runner = runner
         self._tokens, self._states = runner.layers.tokens, runner.layers.states
         self._rows = BatchRows(runner)
-        scans = ScanHooks(runner.model)
-        # What it holds on to must not lead to the model, which may lead back to this cache.
-        hooks: list[ScanHooks | MixerHooks] = [scans, runner.hooks] if owns_runner else [scans]
-        self._release = weakref.finalize(self, _release, hooks, self._rows.held, runner.abandoned)
-        self._release.atexit = False
+        self._lease = Lease(runner, self._rows.held, owned=owns_runner)
         self._served: set[tuple[str, int]] = set()
         self._lent: tuple[int, Tensor] | None = None
 
@@ -109,7 +101,7 @@ class PagedCache(Cache):
 
         Raises:
             OutOfPages: the pool has no room for the new tokens.
-            UsageError: another batch size than before, or a closed cache.
+            UsageError: another batch size than before, or a closed cache, runner or engine.
         """
         self._serve("tokens", layer_idx, key_states)
         g, e = self._tokens[layer_idx]
@@ -267,9 +259,9 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Free the pages and give the model its own functions back. Calling it again changes nothing."""
-        if self._release.alive:
+        if not self._lease.ended:
             self.reset()
-            self._release()
+            self._lease.end()
 
     # Steps
 
@@ -281,18 +273,8 @@ class PagedCache(Cache):
         self._served.add((what, layer))
 
     def _next_step(self, what: str, layer: int) -> None:
-        """End the step under way if it has served this layer before.
-
-        Raises:
-            UsageError: nothing would continue the layer's state: the cache is closed, or the runner it shares.
-        """
-        if not self._release.alive:
-            raise UsageError("this cache is closed; make a new one with hybridkv.paged_cache(model)")
-        if self._runner.closed:
-            raise UsageError(
-                "the engine or runner whose pool this cache shares is closed; make a new cache, with "
-                "hybridkv.paged_cache(model) or from an open engine"
-            )
+        """End the step under way if it has served this layer before."""
+        self._lease.check()
         if (what, layer) in self._served:
             self._finish()
 
@@ -328,10 +310,3 @@ class PagedCache(Cache):
         """The kind of a layer's tokens, else of its state, or None."""
         found = self._tokens.get(layer) or self._states.get(layer)
         return None if found is None else self._groups[found[0]].kind
-
-
-def _release(hooks: list[ScanHooks | MixerHooks], held: list[Request], abandoned: list[Request]) -> None:
-    """Let go of the model. Garbage collection may come in the middle of a manager's work, so rows only queue up."""
-    abandoned.extend(held)
-    for hook in hooks:
-        hook.close()

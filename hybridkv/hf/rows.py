@@ -7,7 +7,7 @@ from uuid import uuid4
 import numpy as np
 from torch import Tensor
 
-from hybridkv.errors import UsageError
+from hybridkv.errors import OutOfPages, UsageError
 from hybridkv.hf.runner import ModelRunner
 from hybridkv.ops.planning import PageTable
 from hybridkv.sequence import Sequence as Request
@@ -58,8 +58,13 @@ class BatchRows:
         self._require_intact()
         if batch != len(self.held):
             raise UsageError(f"this cache holds {len(self.held)} rows, got a batch of {batch}; call reset() first")
-        for row in self.held:
-            self._manager.reserve(row, tokens)
+        try:
+            self._manager.reserve_all(self.held, tokens)
+        except OutOfPages:
+            if not self.length:
+                # Rows without a token must not tie the cache to this batch size.
+                self.clear()
+            raise
         self._runner.settle()
         rows = np.arange(batch)[:, None]
         end = self.length + tokens
