@@ -19,7 +19,7 @@ PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input 
 .PHONY: help demo test test-all check format bench clean
 
 help:
-	@echo "make demo      a hybrid model answers eight questions about one long text from one pool (MODEL=gemma-3-270m)"
+	@echo "make demo      a hybrid model continues one long text eight times from one pool (MODEL=gemma-3-270m)"
 	@echo "make test      every test but the slow ones;  make test-all: those too"
 	@echo "make check     ruff, mypy, import ranks;      make format: let ruff rewrite"
 	@echo "make bench     what the manager costs per call"

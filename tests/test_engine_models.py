@@ -243,6 +243,8 @@ def test_what_cannot_be_wrapped() -> None:
         wrap(model, memory=64)
     with pytest.raises(errors.HybridKVError, match="from_pretrained"):
         wrap("jamba")
+    with pytest.raises(errors.ConfigError, match="loaded tokenizer"):
+        wrap(model, "gpt2")  # type: ignore[arg-type]
     assert stock(model, [1, 2], 3)
 
 

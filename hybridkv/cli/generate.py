@@ -24,7 +24,7 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    memory: Annotated[str | None, typer.Option(help="Size of the pool.  [default: HYBRIDKV_MEMORY or 1GiB]")] = None,
+    memory: Annotated[str | None, typer.Option(help="Size of the pool; HYBRIDKV_MEMORY or 1GiB by default.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,

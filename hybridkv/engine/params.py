@@ -89,7 +89,9 @@ def _number(name: str, value: object, range_text: str, fits: Callable[[float], b
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidSampling(f"{name} must be a number {range_text}, got {value!r}")
     number = float(value)
-    if not math.isfinite(number) or not fits(number):
+    if not math.isfinite(number):
+        raise InvalidSampling(f"{name} must be finite and {range_text}, got {number}")
+    if not fits(number):
         raise InvalidSampling(f"{name} must be {range_text}, got {number}")
     return number
 

@@ -95,13 +95,14 @@ def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    each = list(params) if isinstance(params, Iterable) else [params]
+    each: list[object] = [params] if isinstance(params, Mapping) or not isinstance(params, Iterable) else list(params)
+    checked = [one for one in each if isinstance(one, SamplingParams)]
     for one in each:
         if not isinstance(one, SamplingParams):
             raise InvalidSampling(f"params must be SamplingParams or a list of them, got {type(one).__name__}")
     if len(each) != count:
         raise InvalidSampling(f"{count} prompts but {len(each)} SamplingParams; give one for all or one for each")
-    return each
+    return checked
 
 
 def breakpoints_for(

@@ -51,6 +51,10 @@ def wrap(
         raise ConfigError(
             f"wrap() takes a loaded model; load {model!r} with AutoModelForCausalLM.from_pretrained first"
         )
+    if isinstance(tokenizer, str):
+        raise ConfigError(
+            f"wrap() takes a loaded tokenizer; load {tokenizer!r} with AutoTokenizer.from_pretrained first"
+        )
     manager = build_manager(
         model,
         memory,

@@ -75,8 +75,6 @@ def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
         raise UnsupportedModel(
             f"{type(model).__name__} has no language-model head; load the model with AutoModelForCausalLM"
         )
-    if model.training:
-        raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise UnsupportedModel(
@@ -86,6 +84,8 @@ def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
     if next(iter(devices)).type == "meta":
         raise UnsupportedModel(f"{kind} has no weights yet (device 'meta'); load them first")
     entries = model_entries(config, _dtype_name(model))
+    if model.training:
+        raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
     for rope in _rope_types(config):
         if rope in _ROPE_BY_LENGTH:
             raise UnsupportedModel(
