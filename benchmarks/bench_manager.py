@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import hybridkv.manager as manager_module
+import hybridkv.lookup as lookup_module
 from hybridkv import GroupManager, layer_groups
 from hybridkv.hashing import chain_seed, unit_digests
 
@@ -55,7 +55,7 @@ def cpu_us(call: Callable[[], Any]) -> tuple[float, Any]:
 def open_us(manager: GroupManager, tokens: np.ndarray) -> tuple[float, Any]:
     """The cost of `open` without the hashing inside it, which has a row of its own."""
     hashing = 0.0
-    digests = manager_module.unit_digests
+    digests = lookup_module.unit_digests
 
     def timed(*args: Any, **kwargs: Any) -> list[bytes]:
         nonlocal hashing
@@ -63,7 +63,7 @@ def open_us(manager: GroupManager, tokens: np.ndarray) -> tuple[float, Any]:
         hashing += us
         return found
 
-    with mock.patch.object(manager_module, "unit_digests", timed):
+    with mock.patch.object(lookup_module, "unit_digests", timed):
         us, seq = cpu_us(lambda: manager.open(tokens))
     return us - hashing, seq
 

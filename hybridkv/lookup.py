@@ -1,15 +1,64 @@
-"""Finding a prefix hit and holding its pages."""
+"""Finding a prefix hit, and holding and releasing pages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from hybridkv.boundaries import checked_breakpoints, planned
+from hybridkv.errors import RequestError
+from hybridkv.hashing import Image, image_extras, unit_digests
 from hybridkv.index import PrefixIndex, Rows
 from hybridkv.layout import Layout
 from hybridkv.ledger import Ledger
 from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges, resumable
 from hybridkv.sequence import NO_PAGE, GroupTable, Sequence
+
+
+def open_sequence(
+    ledger: Ledger,
+    seq: Sequence,
+    *,
+    algorithm: str,
+    images: tuple[Image, ...],
+    breakpoints: Iterable[int],
+    interval: int | None,
+) -> Sequence:
+    """Find the prefix hit of a new sequence, hold its pages, and plan where it makes resume points.
+
+    Args:
+        ledger: the books.
+        seq: with its prompt and nothing else.
+        algorithm: of the digests.
+        images: (token offset, content digest) of multimodal input.
+        breakpoints: prefix lengths in tokens worth a resume point.
+        interval: tokens between resume points inside a long prompt, or None.
+
+    Raises:
+        RequestError: images or breakpoints outside the prompt.
+    """
+    unit = ledger.layout.unit_tokens
+    length = seq.known
+    extras = image_extras(images, unit)
+    if images and (last_image := max(image[0] for image in images)) >= length:
+        raise RequestError(f"an image starts at token {last_image}, past the prompt's {length} tokens")
+    wanted = {length - 1, *checked_breakpoints(breakpoints, length)}
+    if interval:
+        wanted.update(range(interval, length - 1, interval))
+    digests = unit_digests(seq.seed, seq.token_ids(0, length // unit * unit), unit, extras, algorithm)
+    index = ledger.index
+    matched = index.match(digests)
+    rows = index.chain(index.row(digests[matched - 1])) if matched else np.zeros(0, np.int64)
+    # The last token is always computed: its logits choose the first one of the output.
+    hit = resumable_units(ledger.layout, index, rows, min(matched, (length - 1) // unit))
+    seq.images, seq.extras, seq.digests = images, extras, digests
+    hold_prefix(ledger, seq, rows[:hit])
+    seq.hit_tokens = seq.length
+    # Where the known prefix ends, another request went its own way: a third one may come.
+    seq.plan = planned([*wanted, matched * unit], ledger.layout.boundary_tokens, seq.length)
+    return seq
 
 
 def resumable_units(layout: Layout, index: PrefixIndex, rows: Rows, most: int) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from hybridkv import audit, boundaries, publication, reservation
 from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
-from hybridkv.errors import EmptyPrompt, RequestError, TokenOutOfRange, UsageError
+from hybridkv.errors import EmptyPrompt, TokenOutOfRange, UsageError
 from hybridkv.hashing import (
     Adapter,
     Image,
@@ -25,14 +25,12 @@ from hybridkv.hashing import (
     chain_seed,
     checked_tokens,
     digest_size,
-    image_extras,
     layout_identity,
-    unit_digests,
 )
 from hybridkv.holding import tokens_that_fit
 from hybridkv.layout import plan_layout
 from hybridkv.ledger import Ledger
-from hybridkv.lookup import hold_prefix, release_pages, resumable_units
+from hybridkv.lookup import open_sequence, release_pages
 from hybridkv.pool import PageCopy
 from hybridkv.retention import policy_named
 from hybridkv.sequence import Sequence, StatePages, TokenPages, as_tokens
@@ -119,38 +117,24 @@ class GroupManager:
         ids = checked_tokens(token_ids)
         if not len(ids):
             raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
-        unit = self.unit_tokens
         seed = chain_seed(
             algorithm=self.hash,
             model=self._model,
             dtype=self._dtype,
             groups=self._identity,
-            unit_tokens=unit,
+            unit_tokens=self.unit_tokens,
             adapter=adapter,
             salt=salt,
         )
-        images = tuple(images)
-        extras = image_extras(images, unit)
-        if images and (last_image := max(image[0] for image in images)) >= len(ids):
-            raise RequestError(f"an image starts at token {last_image}, past the prompt's {len(ids)} tokens")
-        units = len(ids) // unit
-        breakpoints = boundaries.checked_breakpoints(breakpoints, len(ids))
-        digests = unit_digests(seed, ids[: units * unit], unit, extras, self.hash)
-        last = (len(ids) - 1) // unit
-        index = self._ledger.index
-        matched = index.match(digests)
-        rows = index.chain(index.row(digests[matched - 1])) if matched else np.zeros(0, np.int64)
-        hit = resumable_units(self.layout, index, rows, min(matched, last))
-
-        seq = Sequence(self._next_id, as_tokens(ids), seed, len(self.groups))
+        seq = open_sequence(
+            self._ledger,
+            Sequence(self._next_id, as_tokens(ids), seed, len(self.groups)),
+            algorithm=self.hash,
+            images=tuple(images),
+            breakpoints=breakpoints,
+            interval=self.checkpoint_interval,
+        )
         self._next_id += 1
-        seq.images, seq.extras, seq.digests = images, extras, digests
-        hold_prefix(self._ledger, seq, rows[:hit])
-        seq.hit_tokens = seq.length
-        wanted = {len(ids) - 1, matched * unit, *breakpoints}
-        if self.checkpoint_interval:
-            wanted.update(range(self.checkpoint_interval, len(ids) - 1, self.checkpoint_interval))
-        seq.plan = boundaries.planned(wanted, self.layout.boundary_tokens, seq.length)
         self._open[seq.id] = seq
         return seq
 
