@@ -241,6 +241,20 @@ def test_one_forward_serves_any_mix_and_rows_come_in_the_order_given(jamba: PreT
     assert lengths == [13, 38, 3, 56]
 
 
+def test_a_span_gives_as_many_rows_as_it_asks_for(jamba: PreTrainedModel) -> None:
+    expected = stock_logits(jamba)[0]
+    manager, runner = start(jamba)
+    seqs = [manager.open(IDS, salt=str(i)) for i in range(3)]
+    counts, rows = [9, 1, 30], [4, 1, 30]
+    for seq, count in zip(seqs, counts, strict=True):
+        manager.reserve(seq, count)
+    spans = [Span(seq, IDS[:count], wanted) for seq, count, wanted in zip(seqs, counts, rows, strict=True)]
+    logits = runner.forward(spans)
+    runner.close()
+    wanted = torch.cat([expected[count - row : count] for count, row in zip(counts, rows, strict=True)])
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_poison_shows_when_a_page_in_use_is_lost(jamba: PreTrainedModel) -> None:
     for kind in ("full_attention", "linear_attention"):
         manager, runner = start(jamba)
@@ -284,6 +298,9 @@ def test_spans_that_cannot_be_computed(jamba: PreTrainedModel) -> None:
         runner.forward([Span(seq, [])])
     with pytest.raises(UsageError, match="4 reserved"):
         runner.forward([Span(seq, IDS[:5])])
+    for rows in (0, 5):
+        with pytest.raises(UsageError, match=f"4 tokens cannot give {rows} rows"):
+            runner.forward([Span(seq, IDS[:4], rows)])
     jamba.train()
     with pytest.raises(UsageError, match=r"model.eval\(\)"):
         runner.forward([Span(seq, IDS[:4])])

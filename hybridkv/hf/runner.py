@@ -150,7 +150,7 @@ class ModelRunner:
             spans: at least one, each of another sequence; the tokens from `seq.length` on, all reserved.
 
         Returns:
-            float32 [spans, vocab], the logits after each span's last token, in the order given.
+            float32 [rows, vocab], the logits after each span's last `rows` tokens, in the order given.
 
         Raises:
             UsageError: the runner is closed, the model was put into training mode, or spans that were not reserved.
@@ -170,7 +170,7 @@ class ModelRunner:
                     position_ids=step.position_ids,
                     cache=cache,
                     use_cache=True,
-                    logits_to_keep=step.last,
+                    logits_to_keep=step.wanted,
                     return_dict=True,
                 )
             self._check_served(step)

@@ -29,10 +29,12 @@ class Span(NamedTuple):
     Attributes:
         seq: the request; the tokens follow its `length`.
         token_ids: one or more token ids.
+        rows: how many logits rows are wanted: those after the span's last `rows` tokens.
     """
 
     seq: Request
     token_ids: ArrayLike
+    rows: int = 1
 
 
 class LayerMap:
@@ -65,7 +67,7 @@ class PackedStep:
     Attributes:
         input_ids: int64 [1, tokens].
         position_ids: int64 [1, tokens].
-        last: int64 [spans], the packed place of each span's last token, in the order the spans were given.
+        wanted: int64 [logits rows], the packed places whose logits are wanted, in the order the spans were given.
         layer: layer whose attention or mixer runs now, as the cache saw it.
         attended: layers whose attention ran over pages so far.
         advanced: (layer, part) of the states that were moved on so far.
@@ -84,7 +86,7 @@ class PackedStep:
             dtype: queries will have it.
 
         Raises:
-            UsageError: no spans, an empty one, a request twice, or tokens that were not reserved.
+            UsageError: no spans, an empty one, a request twice, tokens that were not reserved, or rows out of range.
         """
         device = storage.device
         tokens = [np.atleast_1d(np.asarray(span.token_ids, np.int64)) for span in spans]
@@ -97,11 +99,12 @@ class PackedStep:
         counts, lengths = counts[order], lengths[order]
         stops = np.cumsum(counts)
         positions = np.arange(stops[-1]) - np.repeat(stops - counts - lengths, counts)
-        last = np.empty(len(spans), np.int64)
-        last[order] = stops - 1
+        ends = np.empty(len(spans), np.int64)
+        ends[order] = stops
+        rows = np.array([span.rows for span in spans], np.int64)
         self.input_ids = _tensor(np.concatenate([tokens[i] for i in order]), device)[None]
         self.position_ids = _tensor(positions, device)[None]
-        self.last = _tensor(last, device)
+        self.wanted = _tensor(np.arange(rows.sum()) + np.repeat(ends - np.cumsum(rows), rows), device)
         self.layer = -1
         self.attended: set[int] = set()
         self.advanced: set[tuple[int, int]] = set()
@@ -150,6 +153,8 @@ def _check(spans: Sequence[Span], tokens: Sequence[Ints]) -> None:
     for span, ids in zip(spans, tokens, strict=True):
         if not 0 < len(ids) <= span.seq.reserved:
             raise UsageError(f"a span of {len(ids)} tokens of {span.seq!r}, which has {span.seq.reserved} reserved")
+        if not 0 < span.rows <= len(ids):
+            raise UsageError(f"a span of {len(ids)} tokens cannot give {span.rows} rows of logits")
 
 
 def _plan_states(
