@@ -28,8 +28,9 @@ from transformers.models.jamba import modeling_jamba
 
 from hybridkv.errors import ConfigError, UnsupportedModel, UsageError
 from hybridkv.hf.attention import hybridkv_attention
+from hybridkv.hf.checks import check_model
 from hybridkv.hf.mixers import MixerHooks, Wrapped
-from hybridkv.hf.runner import ModelRunner, Span, build_manager, check_model
+from hybridkv.hf.runner import ModelRunner, Span, build_manager
 from hybridkv.hf.step import LayerMap
 from hybridkv.manager import GroupManager
 from hybridkv_models import family

@@ -8,22 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridkv.catalog import model_entries
 from hybridkv.config import parse_bytes
-from hybridkv.entries import CacheEntry, LayerGroup, group_entries
-from hybridkv.errors import ConfigError, UnsupportedModel, UsageError
+from hybridkv.entries import group_entries
+from hybridkv.errors import UnsupportedModel, UsageError
 from hybridkv.hf.attention import attention_configs, packed_pass
 from hybridkv.hf.cache import PackedCache
+from hybridkv.hf.checks import check_groups, check_model, dtype_name, model_dtype
 from hybridkv.hf.mixers import REPLACED, MixerHooks
 from hybridkv.hf.step import LayerMap, PackedStep, Span
 from hybridkv.manager import GroupManager
 from hybridkv.sequence import Sequence as Request
 from hybridkv.storage import PoolStorage
 
-__all__ = ["ModelRunner", "Span", "build_manager", "check_model"]
-
-# Rotary angles that change with the longest position of a batch: a token's key would depend on its neighbours.
-_ROPE_BY_LENGTH = ("dynamic", "longrope")
+__all__ = ["ModelRunner", "Span", "build_manager"]
 
 
 def build_manager(
@@ -48,51 +45,9 @@ def build_manager(
     """
     entries = check_model(model)
     config = getattr(model, "config", None)
-    options.setdefault("dtype", _dtype_name(model))
+    options.setdefault("dtype", dtype_name(model))
     options.setdefault("model", str(getattr(config, "name_or_path", "") or getattr(config, "model_type", "")))
     return GroupManager(group_entries(entries, page_tokens), parse_bytes(memory), **options)
-
-
-def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
-    """The cache entries of a model that can be served.
-
-    Raises:
-        UnsupportedModel: it cannot, with the reason and what to do.
-    """
-    config: Any = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or config is None:
-        raise UnsupportedModel(
-            f"expected a transformers causal language model, got {type(model).__name__}; "
-            "load one with AutoModelForCausalLM.from_pretrained()"
-        )
-    kind = f"model type {getattr(config, 'model_type', '?')!r}"
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(
-            f"{kind} is an encoder-decoder; its cross-attention layers have no prefix to share. Use its own generate()"
-        )
-    head = getattr(model, "get_output_embeddings", None)
-    if head is None or head() is None:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has no language-model head; load the model with AutoModelForCausalLM"
-        )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise UnsupportedModel(
-            f"{kind} is spread over {', '.join(sorted(map(str, devices)))}, but the pool is one tensor on one device; "
-            "load the model onto one device"
-        )
-    if next(iter(devices)).type == "meta":
-        raise UnsupportedModel(f"{kind} has no weights yet (device 'meta'); load them first")
-    entries = model_entries(config, _dtype_name(model))
-    if model.training:
-        raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
-    for rope in _rope_types(config):
-        if rope in _ROPE_BY_LENGTH:
-            raise UnsupportedModel(
-                f"{kind} has full_attention layers with rotary type {rope!r}, whose angles depend on the longest "
-                "sequence of a batch, so cached keys cannot be reused; load it with the default rotary type"
-            )
-    return entries
 
 
 class ModelRunner:
@@ -123,7 +78,7 @@ class ModelRunner:
             ConfigError: the manager's groups are not this model's.
         """
         entries = check_model(model)
-        _check_groups(entries, manager.groups)
+        check_groups(entries, manager.groups)
         config: Any = model.config
         text = config.get_text_config(decoder=True)
         self.model = model
@@ -228,36 +183,4 @@ class ModelRunner:
             f"model type {getattr(config, 'model_type', '?')!r}: layer {layer} ({kind}) computed its {what} with code "
             f"of its own, which sees no past here; it must go through {names}. Load the model with the modeling code "
             "of transformers (trust_remote_code=False), or run its own generate()"
-        )
-
-
-def model_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype keys, values and conv states have: that of the model's floating-point weights."""
-    dtype = getattr(model, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype
-
-
-def _dtype_name(model: nn.Module) -> str:
-    return str(model_dtype(model)).removeprefix("torch.")
-
-
-def _rope_types(config: Any) -> set[str]:
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
-    if not isinstance(rope, Mapping):
-        return set()
-    settings = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
-    return {str(setting["rope_type"]) for setting in settings if "rope_type" in setting}
-
-
-def _check_groups(entries: Sequence[CacheEntry], groups: Sequence[LayerGroup]) -> None:
-    wanted = {(entry.layer, entry.index, entry.kind, entry.parts, entry.params) for entry in entries}
-    given = {
-        (ref.layer, ref.number, group.kind, group.parts, group.params) for group in groups for ref in group.entries
-    }
-    if wanted != given:
-        layer, _, kind, parts, _ = sorted(wanted ^ given, key=lambda item: item[:3])[0]
-        raise ConfigError(
-            f"the manager's groups are not this model's: they differ at layer {layer} ({kind}, "
-            f"{', '.join(f'{part.name} {part.shape} {part.dtype}' for part in parts)}); "
-            "make the manager with hybridkv.hf.runner.build_manager(model, memory)"
         )
