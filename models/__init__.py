@@ -38,6 +38,11 @@ _MODULES: Mapping[str, str] = {
     "mamba2": "mamba2",
     "mistral": "mistral",
     "nemotron_h": "nemotron_h",
+    "olmo_hybrid": "olmo_hybrid",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_5_text": "qwen3_5",
     "qwen3_next": "qwen3_next",
 }
 

@@ -72,6 +72,40 @@ def state(channels: int, kernel: int, recurrent: tuple[int, ...], *, dtype: str,
     return (Store("linear_attention", parts),)
 
 
+def gated_delta_rule(facts: Facts, state_dtype: str) -> tuple[Store, ...]:
+    """A layer of the gated delta rule, sized by the fields that the Qwen models have in common.
+
+    conv is (2 key heads x key size + value heads x value size, K - 1), recurrent (value heads, key size, value size).
+    """
+    key_heads, value_heads = facts.size("linear_num_key_heads", 16), facts.size("linear_num_value_heads", 32)
+    key_dim, value_dim = facts.size("linear_key_head_dim", 128), facts.size("linear_value_head_dim", 128)
+    return state(
+        2 * key_heads * key_dim + value_heads * value_dim,
+        facts.size("linear_conv_kernel_dim", 4),
+        (value_heads, key_dim, value_dim),
+        dtype=facts.dtype,
+        state_dtype=state_dtype,
+    )
+
+
+def delta_and_full(facts: Facts, state_dtype: str, *, kv_heads: int, head_dim: int) -> tuple[CacheEntry, ...]:
+    """The entries of a Qwen model of gated-delta-rule layers and, every so many layers, full attention.
+
+    Args:
+        facts: the config; `layer_types` or `full_attention_interval` says which layers are which.
+        state_dtype: of the recurrent states.
+        kv_heads, head_dim: defaults of `num_key_value_heads` and `head_dim`.
+    """
+    period = facts.size("full_attention_interval", 4)
+    kinds = facts.layer_kinds("layer_types", lambda i: "linear_attention" if (i + 1) % period else "full_attention")
+    kv_heads, head_dim = facts.size("num_key_value_heads", kv_heads), facts.size("head_dim", head_dim)
+    stores = {
+        "full_attention": full(kv_heads, head_dim, facts.dtype),
+        "linear_attention": gated_delta_rule(facts, state_dtype),
+    }
+    return cache_entries(facts, kinds, stores)
+
+
 def cache_entries(
     facts: Facts, kinds: tuple[str, ...], stores: Mapping[str, tuple[Store, ...]]
 ) -> tuple[CacheEntry, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import cache_entries, full, state
+from hybridkv_models._stores import delta_and_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,24 +16,7 @@ def entries(config: Config, dtype: str | None = None, state_dtype: str = "float3
     """K and V of a token, (kv_heads, head_dim) each; conv (2 key_heads x key_dim + value_heads x value_dim, kernel - 1)
     and recurrent (value_heads, key_dim, value_dim)."""
     facts = Facts(config, "qwen3_next", dtype)
-    period = facts.size("full_attention_interval", 4)
-    kinds = facts.layer_kinds("layer_types", lambda i: "linear_attention" if (i + 1) % period else "full_attention")
-    key_heads, value_heads = facts.size("linear_num_key_heads", 16), facts.size("linear_num_value_heads", 32)
-    key_dim, value_dim = facts.size("linear_key_head_dim", 128), facts.size("linear_value_head_dim", 128)
-    return cache_entries(
-        facts,
-        kinds,
-        {
-            "full_attention": full(facts.size("num_key_value_heads", 2), facts.size("head_dim", 256), facts.dtype),
-            "linear_attention": state(
-                2 * key_heads * key_dim + value_heads * value_dim,
-                facts.size("linear_conv_kernel_dim", 4),
-                (value_heads, key_dim, value_dim),
-                dtype=facts.dtype,
-                state_dtype=state_dtype,
-            ),
-        },
-    )
+    return delta_and_full(facts, state_dtype, kv_heads=2, head_dim=256)
 
 
 def tiny_config() -> PreTrainedConfig:

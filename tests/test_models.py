@@ -18,6 +18,22 @@ from hybridkv_models import family, load_preset, model_types, preset_names
 
 TOKENS = 41
 MODEL_TYPES = model_types()
+MIXED = {
+    "bamba",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gpt_oss",
+    "jamba",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+"""Types with layers of two kinds."""
 
 
 def entries_of(model_type: str, config: Any, **options: Any) -> tuple[CacheEntry, ...]:
@@ -74,8 +90,7 @@ def test_a_tiny_config_is_tiny_and_has_what_its_family_has(model_type: str) -> N
     assert config.num_hidden_layers >= 4
     assert config.vocab_size <= 256
     kinds = {entry.kind for entry in known}
-    mixed = {"gemma2", "gemma3", "gemma3_text", "gpt_oss", "jamba", "bamba", "nemotron_h", "qwen3_next"}
-    assert len(kinds) == (2 if model_type in mixed else 1)
+    assert len(kinds) == (2 if model_type in MIXED else 1)
     for entry in known:
         if window := dict(entry.params).get("window"):
             assert window % 16, "a window inside a page finds more bugs than one at its edge"
@@ -120,6 +135,13 @@ def test_raw_fields_mean_what_the_config_object_means(model_type: str) -> None:
         ("bamba", {"num_hidden_layers": 5, "hidden_size": 4096, "num_attention_heads": 32}),
         ("qwen3_next", {"num_hidden_layers": 9}),
         ("qwen3_next", {"num_hidden_layers": 9, "full_attention_interval": 3}),
+        ("qwen3_5_text", {"num_hidden_layers": 9}),
+        ("qwen3_5_text", {"num_hidden_layers": 9, "full_attention_interval": 3}),
+        ("qwen3_5", {"text_config": {"num_hidden_layers": 5}}),
+        ("qwen3_5_moe_text", {"num_hidden_layers": 9}),
+        ("qwen3_5_moe", {"text_config": {"num_hidden_layers": 5, "full_attention_interval": 2}}),
+        ("olmo_hybrid", {"num_hidden_layers": 9}),
+        ("olmo_hybrid", {"num_hidden_layers": 3, "num_attention_heads": 10, "linear_num_key_heads": 7}),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*ME"}),
         ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}),
     ],
