@@ -123,6 +123,11 @@ def _no_preset(name: str) -> str:
     return f"no preset, file or folder named {name!r}; {hint}{hub}Presets: {', '.join(names)}"
 
 
+def out_of_reach(model_type: str) -> str | None:
+    """Why no model of a type can be served, although its layers may look ordinary; None where nothing is known."""
+    return _OUT_OF_REACH.get(model_type)
+
+
 def _refusal(model_type: str, config: Any) -> str:
     supported = f"Supported model types: {', '.join(models.model_types())}"
     if model_type in _OUT_OF_REACH:
@@ -137,7 +142,8 @@ def _refusal(model_type: str, config: Any) -> str:
         reason = "nothing describes what its layers store"
     return (
         f"model type {model_type!r} is not supported: {reason}. {supported}. "
-        "To add one, describe its layers in hybridkv_models (docs/models.md)"
+        "A loaded model of another type may be served as it is, by hybridkv.wrap(model); to plan for one by its "
+        "config, describe its layers in hybridkv_models (docs/models.md)"
     )
 
 

@@ -11,24 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.models.bamba import modeling_bamba
 from transformers.models.jamba import modeling_jamba
 
 from hybridkv.errors import ConfigError, UnsupportedModel, UsageError
 from hybridkv.hf.attention import hybridkv_attention
-from hybridkv.hf.checks import check_model
 from hybridkv.hf.mixers import MixerHooks, Wrapped
 from hybridkv.hf.runner import ModelRunner, Span, build_manager
 from hybridkv.hf.step import LayerMap
@@ -311,37 +303,6 @@ def test_spans_that_cannot_be_computed(jamba: PreTrainedModel) -> None:
     runner.close()
     with pytest.raises(UsageError, match="closed"):
         runner.forward([Span(seq, IDS[:4])])
-
-
-def test_models_that_cannot_be_served(jamba: PreTrainedModel) -> None:
-    small = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        check_model(T5ForConditionalGeneration(T5Config(**small)).eval())
-    with pytest.raises(UnsupportedModel, match="'gpt2'"):
-        check_model(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32)).eval())
-    with pytest.raises(UnsupportedModel, match="AutoModelForCausalLM"):
-        check_model(AutoModel.from_config(jamba.config).eval())
-    with pytest.raises(UnsupportedModel, match="from_pretrained"):
-        check_model(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModel, match=r"call model.eval\(\)"):
-        check_model(tiny("llama").train())
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(jamba.config)
-    with pytest.raises(UnsupportedModel, match="no weights yet"):
-        check_model(empty.eval())
-    split = tiny("llama")
-    split.get_output_embeddings().to("meta")
-    with pytest.raises(UnsupportedModel, match="spread over cpu, meta"):
-        check_model(split)
-
-
-def test_rotary_angles_that_depend_on_the_batch_are_refused() -> None:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="rotary type 'dynamic'"):
-        check_model(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_the_managers_groups_must_be_the_models(jamba: PreTrainedModel) -> None:

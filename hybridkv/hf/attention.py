@@ -49,13 +49,18 @@ def hybridkv_attention(
 
     Raises:
         UsageError: no packed pass is under way.
-        UnsupportedModel: the layer adds a bias by position.
+        UnsupportedModel: the layer adds a bias by position, or brings a mask of its own.
     """
     step = active_step.get()
     if step is None:
         raise UsageError("the attention function 'hybridkv' works only inside ModelRunner.forward()")
     if position_bias is not None:
         raise UnsupportedModel("attention with a position bias cannot run over pages; use the model's own forward pass")
+    if attention_mask is not None:
+        raise UnsupportedModel(
+            f"layer {step.layer} attends through a mask it makes itself, which says nothing about other requests' "
+            "tokens; use the model's own forward pass"
+        )
     plan, entry = step.tokens_of(step.layer)
     step.attended.add(step.layer)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridkv.catalog import model_entries
+import hybridkv_models as models
+from hybridkv.catalog import model_entries, out_of_reach
 from hybridkv.entries import CacheEntry, LayerGroup
 from hybridkv.errors import ConfigError, UnsupportedModel
+from hybridkv.hf.probe import probe_entries
 
 # Rotary angles that change with the longest position of a batch: a token's key would depend on its neighbours.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -38,6 +40,7 @@ def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
         raise UnsupportedModel(
             f"{type(model).__name__} has no language-model head; load the model with AutoModelForCausalLM"
         )
+    _check_whole(model, kind)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise UnsupportedModel(
@@ -46,7 +49,6 @@ def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
         )
     if next(iter(devices)).type == "meta":
         raise UnsupportedModel(f"{kind} has no weights yet (device 'meta'); load them first")
-    entries = model_entries(config, dtype_name(model))
     if model.training:
         raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
     for rope in _rope_types(config):
@@ -55,7 +57,53 @@ def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
                 f"{kind} has full_attention layers with rotary type {rope!r}, whose angles depend on the longest "
                 "sequence of a batch, so cached keys cannot be reused; load it with the default rotary type"
             )
-    return entries
+    if is_described(model) or out_of_reach(str(config.model_type)):
+        return model_entries(config, dtype_name(model))
+    return probe_entries(model)
+
+
+def is_described(model: nn.Module) -> bool:
+    """Whether hybridkv_models has a family for a model's type; what others store is read from the model itself."""
+    config: Any = model.config
+    return models.family(str(config.model_type)) is not None
+
+
+def _check_whole(model: nn.Module, kind: str) -> None:
+    """Refuse weights that are not simply there: quantised ones, and those fetched from elsewhere layer by layer.
+
+    Raises:
+        UnsupportedModel: with what to do instead.
+    """
+    config: Any = model.config
+    quantised = getattr(config, "quantization_config", None) or getattr(model, "hf_quantizer", None)
+    if quantised or getattr(model, "is_quantized", False):
+        raise UnsupportedModel(
+            f"{kind} is quantised ({_quantisation(config, model)}), and hybridkv was never shown to give the logits of "
+            "quantised weights; load it in float32, bfloat16 or float16, without quantization_config. The memory of "
+            "keys and values is not affected by quantising weights"
+        )
+    placed: Any = getattr(model, "hf_device_map", None) or {}
+    away = sorted({str(place) for place in placed.values() if str(place) in ("cpu", "disk", "meta")})
+    devices = {str(place) for place in placed.values()}
+    if "disk" in devices or (away and len(devices) > 1):
+        raise UnsupportedModel(
+            f"{kind} has layers offloaded to {', '.join(away)} (hf_device_map), fetched anew for every forward pass; "
+            "load it onto one device, without device_map and offload_folder"
+        )
+    for name, module in model.named_modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+            raise UnsupportedModel(
+                f"{kind} has an offloading hook of accelerate on {name or 'the model'!r}, which fetches its weights "
+                "anew for every forward pass; load it onto one device, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model)"
+            )
+
+
+def _quantisation(config: Any, model: nn.Module) -> str:
+    method: Any = getattr(config, "quantization_config", None) or getattr(model, "quantization_method", None)
+    found = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", method)
+    return str(getattr(found, "value", found) or type(getattr(model, "hf_quantizer", None)).__name__)
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

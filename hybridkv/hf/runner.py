@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from hybridkv.config import parse_bytes
 from hybridkv.entries import group_entries
-from hybridkv.errors import UnsupportedModel, UsageError
-from hybridkv.hf.attention import attention_configs, packed_pass
-from hybridkv.hf.cache import PackedCache
-from hybridkv.hf.checks import check_groups, check_model, dtype_name, model_dtype
-from hybridkv.hf.mixers import REPLACED, MixerHooks
-from hybridkv.hf.step import LayerMap, PackedStep, Span
+from hybridkv.errors import UsageError
+from hybridkv.hf.checks import check_groups, check_model, dtype_name, is_described
+from hybridkv.hf.mixers import MixerHooks
+from hybridkv.hf.packed import PackedPass
+from hybridkv.hf.proof import Pass, prove
+from hybridkv.hf.step import LayerMap, Span
 from hybridkv.manager import GroupManager
 from hybridkv.sequence import Sequence as Request
 from hybridkv.storage import PoolStorage
@@ -74,7 +74,7 @@ class ModelRunner:
             poison: fill pages nobody owns with NaN before every pass, to prove that none of them is read.
 
         Raises:
-            UnsupportedModel: the model cannot be served.
+            UnsupportedModel: the model cannot be served; one of a type that nobody described is tried out first.
             ConfigError: the manager's groups are not this model's.
         """
         entries = check_model(model)
@@ -90,9 +90,10 @@ class ModelRunner:
         self.layer_count = max(int(text.num_hidden_layers), self.layers.layers)
         self.losses = 0
         self.abandoned: list[Request] = []
-        self._dtype = model_dtype(model)
-        self._configs = attention_configs(model)
+        self._pass = self._make_pass(self.layers)
         self.hooks = MixerHooks(model)
+        if not is_described(model):
+            self._prove()
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
         """Compute every span's tokens in one pass and store what later tokens need.
@@ -117,19 +118,7 @@ class ModelRunner:
             raise UsageError("the model is in training mode; call model.eval() before the next pass")
         with torch.no_grad():
             self.settle()
-            step = PackedStep(self.manager, self.storage, self.layers, spans, self._dtype)
-            cache = PackedCache(step, self.layer_count, frozenset(self.layers.states), frozenset(self.layers.tokens))
-            with packed_pass(self._configs, step):
-                output = self.model(
-                    input_ids=step.input_ids,
-                    position_ids=step.position_ids,
-                    cache=cache,
-                    use_cache=True,
-                    logits_to_keep=step.wanted,
-                    return_dict=True,
-                )
-            self._check_served(step)
-            logits: Tensor = output.logits[0].float()
+            logits = self._pass.logits(self.manager, self.storage, spans).float()
         return logits
 
     def copy_pages(self) -> None:
@@ -161,26 +150,12 @@ class ModelRunner:
         """Give the model's modules back their own functions. Calling it again changes nothing."""
         self.hooks.close()
 
-    def _check_served(self, step: PackedStep) -> None:
-        """Modeling code of its own may bypass what we replace; the packed cache gives it no past, so it must not pass.
+    def _make_pass(self, layers: LayerMap) -> Pass:
+        return PackedPass(self.model, layers, self.layer_count)
 
-        Raises:
-            UnsupportedModel: it does.
-        """
-        advanced, attended = self.layers.parts <= step.advanced, self.layers.tokens.keys() <= step.attended
-        if advanced and attended:
-            return
-        if advanced:
-            found, layer = self.layers.tokens, min(self.layers.tokens.keys() - step.attended)
-            what, names = "attention", "the attention of config._attn_implementation (ALL_ATTENTION_FUNCTIONS)"
-        else:
-            layer, part = min(self.layers.parts - step.advanced)
-            found, names = self.layers.states, f"functions of its module named {', '.join(REPLACED)}"
-            what = f"{self.manager.groups[found[layer][0]].parts[part].name} state"
-        kind = self.manager.groups[found[layer][0]].kind
-        config: Any = self.model.config
-        raise UnsupportedModel(
-            f"model type {getattr(config, 'model_type', '?')!r}: layer {layer} ({kind}) computed its {what} with code "
-            f"of its own, which sees no past here; it must go through {names}. Load the model with the modeling code "
-            "of transformers (trust_remote_code=False), or run its own generate()"
-        )
+    def _prove(self) -> None:
+        try:
+            prove(self.model, self.manager.groups, self._make_pass, self.vocab_size)
+        except BaseException:
+            self.close()
+            raise
