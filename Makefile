@@ -16,12 +16,13 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check format bench clean
+.PHONY: help demo test test-all check format docs-models bench clean
 
 help:
 	@echo "make demo      a hybrid model continues one long text eight times from one pool (MODEL=gemma-3-270m)"
 	@echo "make test      every test but the slow ones;  make test-all: those too"
 	@echo "make check     ruff, mypy, import ranks;      make format: let ruff rewrite"
+	@echo "make docs-models  the table of docs/models.md, from the families"
 	@echo "make bench     what the manager costs per call"
 	@echo "make clean     remove .venv and caches"
 
@@ -43,6 +44,9 @@ check: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs-models: $(VENV)/installed
+	$(BIN)/python -m hybridkv_models docs/models.md
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_manager.py

@@ -7,6 +7,13 @@ One module per model type. Each has
     tiny_config() -> PreTrainedConfig
         a model of that type small enough for tests, with every kind of layer the type has.
 
+and may have
+
+    MODE = "single"
+        its layers cannot share a forward pass with other requests: one request a pass;
+    NOTE: str
+        what a reader of docs/models.md should know.
+
 Nothing here imports torch or transformers until `tiny_config` is called. `presets/` holds the configs of real models.
 """
 
@@ -16,7 +23,7 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from hybridkv.entries import CacheEntry
 from hybridkv.errors import UnknownPreset
@@ -24,7 +31,10 @@ from hybridkv.errors import UnknownPreset
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Family", "family", "load_preset", "model_types", "preset_names"]
+__all__ = ["Family", "Mode", "family", "load_preset", "mode", "model_types", "note", "preset_names"]
+
+Mode = Literal["packed", "single"]
+"""Whether one forward pass computes tokens of many requests, or of one."""
 
 _MODULES: Mapping[str, str] = {
     "bamba": "bamba",
@@ -78,6 +88,16 @@ def family(model_type: str) -> Family | None:
     """The module that describes a model type, or None if there is none."""
     name = _MODULES.get(model_type)
     return None if name is None else cast(Family, import_module(f"hybridkv_models.{name}"))
+
+
+def mode(model_type: str) -> Mode:
+    """How forward passes of a model type are run; "packed" unless its family says otherwise."""
+    return cast(Mode, getattr(family(model_type), "MODE", "packed"))
+
+
+def note(model_type: str) -> str:
+    """What a family says beside its entries, possibly nothing."""
+    return str(getattr(family(model_type), "NOTE", ""))
 
 
 def preset_names() -> tuple[str, ...]:
