@@ -15,13 +15,16 @@ ITEM_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1,
 }  # fmt: skip
 
+LATENT = "latent"
+"""Name of the first part of an entry that its layer expands into keys and values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of an entry: per token for attention kinds, per state for state kinds.
 
     Attributes:
-        name: "k", "v", "conv", "recurrent", or what the family calls it.
+        name: "k", "v", "latent", "rope", "conv", "recurrent", or what the family calls it.
         shape: without the token axis, e.g. (kv_heads, head_dim) or (channels, kernel - 1).
         dtype: "bfloat16", "float32", ...
     """
@@ -103,6 +106,11 @@ class LayerGroup:
         return isinstance(self.rule, FullAttention)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether its layers store what they expand into keys and values each time they attend."""
+        return self.parts[0].name == LATENT
+
+    @property
     def layers(self) -> int:
         return len(self.entries)
 
@@ -124,6 +132,12 @@ class LayerGroup:
 def attention_parts(kv_heads: int, key_dim: int, dtype: str, value_dim: int | None = None) -> tuple[Part, ...]:
     """K and V of one token: (kv_heads, dim) each."""
     return Part("k", (kv_heads, key_dim), dtype), Part("v", (kv_heads, value_dim or key_dim), dtype)
+
+
+def latent_parts(rank: int, rope_dim: int, dtype: str) -> tuple[Part, ...]:
+    """One token of multi-head latent attention: the compressed keys and values (1, rank), and the part of the key that
+    carries the position (1, rope_dim), which all heads share."""
+    return Part(LATENT, (1, rank), dtype), Part("rope", (1, rope_dim), dtype)
 
 
 def group_entries(entries: Iterable[CacheEntry], page_tokens: int | Mapping[str, int] = 16) -> tuple[LayerGroup, ...]:

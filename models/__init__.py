@@ -37,12 +37,14 @@ Mode = Literal["packed", "single"]
 """Whether one forward pass computes tokens of many requests, or of one."""
 
 _MODULES: Mapping[str, str] = {
+    "bailing_hybrid": "bailing_hybrid",
     "bamba": "bamba",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",
     "jamba": "jamba",
+    "kimi_linear": "kimi_linear",
     "llama": "llama",
     "mamba": "mamba",
     "mamba2": "mamba2",

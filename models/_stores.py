@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from hybridkv.entries import CacheEntry, Part, attention_parts
+from hybridkv.entries import CacheEntry, Part, attention_parts, latent_parts
 from hybridkv.errors import MalformedConfig, UnsupportedModel
 from hybridkv_models._facts import Facts, dtype_name
 
@@ -25,6 +25,12 @@ NOTHING: tuple[Store, ...] = ()
 def full(kv_heads: int, head_dim: int, dtype: str) -> tuple[Store, ...]:
     """Full attention: K and V of every token, (kv_heads, head_dim) each."""
     return (Store("full_attention", attention_parts(kv_heads, head_dim, dtype)),)
+
+
+def latent(facts: Facts) -> tuple[Store, ...]:
+    """Latent attention (MLA): latent (1, kv_lora_rank) and rotary part (1, qk_rope_head_dim) of every token."""
+    rank, rope_dim = facts.size("kv_lora_rank", 512), facts.size("qk_rope_head_dim", 64)
+    return (Store("full_attention", latent_parts(rank, rope_dim, facts.dtype)),)
 
 
 def sliding(kv_heads: int, head_dim: int, dtype: str, window: int) -> tuple[Store, ...]:
@@ -86,6 +92,11 @@ def gated_delta_rule(facts: Facts, state_dtype: str) -> tuple[Store, ...]:
         dtype=facts.dtype,
         state_dtype=state_dtype,
     )
+
+
+def kimi_delta(heads: int, head_dim: int, kernel: int, *, dtype: str, state_dtype: str) -> tuple[Store, ...]:
+    """A layer of Kimi delta attention: conv (3 heads x head_dim, K - 1), recurrent (heads, head_dim, head_dim)."""
+    return state(3 * heads * head_dim, kernel, (heads, head_dim, head_dim), dtype=dtype, state_dtype=state_dtype)
 
 
 def delta_and_full(facts: Facts, state_dtype: str, *, kv_heads: int, head_dim: int) -> tuple[CacheEntry, ...]:

@@ -12,7 +12,7 @@ from hybridkv.engine.wrap import wrap
 from hybridkv_models import family
 from tests.test_hf_runner import tiny
 
-TYPES = ("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+TYPES = ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 NEW_TOKENS = 12
 
 

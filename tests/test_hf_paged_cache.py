@@ -96,7 +96,7 @@ def test_prefill_in_chunks_and_in_uneven_passes(model: PreTrainedModel) -> None:
     assert torch.equal(found, stock(model, ids, torch.ones_like(ids)))
 
 
-@pytest.mark.parametrize("model", ["gemma3", "jamba", "mamba2", "llama"], indirect=True)
+@pytest.mark.parametrize("model", ["gemma3", "jamba", "kimi_linear", "mamba2", "llama"], indirect=True)
 def test_beam_search_forks_rows(model: PreTrainedModel) -> None:
     ids = prompts()
     mask = torch.ones_like(ids)
@@ -106,7 +106,7 @@ def test_beam_search_forks_rows(model: PreTrainedModel) -> None:
     assert torch.equal(found, stock(model, ids, mask, num_beams=3))
 
 
-@pytest.mark.parametrize("model", ["jamba", "llama"], indirect=True)
+@pytest.mark.parametrize("model", ["jamba", "kimi_linear", "llama"], indirect=True)
 def test_rows_are_repeated_and_selected(model: PreTrainedModel) -> None:
     ids = prompts(2, 30)
     with torch.no_grad(), paged_cache(model, memory="2MiB") as cache:
@@ -273,7 +273,7 @@ def test_closing_takes_everything_away_again(model: PreTrainedModel) -> None:
         model(prompts(), cache=cache, use_cache=True)
 
 
-@pytest.mark.parametrize("model", ["jamba", "llama"], indirect=True)
+@pytest.mark.parametrize("model", ["jamba", "kimi_linear", "llama"], indirect=True)
 def test_a_cache_over_a_closed_runner_says_so(model: PreTrainedModel) -> None:
     runner = ModelRunner(model, build_manager(model, "2MiB"))
     with torch.no_grad(), paged_cache(model, runner=runner) as cache:

@@ -19,12 +19,14 @@ from hybridkv_models import family, load_preset, model_types, preset_names
 TOKENS = 41
 MODEL_TYPES = model_types()
 MIXED = {
+    "bailing_hybrid",
     "bamba",
     "gemma2",
     "gemma3",
     "gemma3_text",
     "gpt_oss",
     "jamba",
+    "kimi_linear",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5",
@@ -34,6 +36,8 @@ MIXED = {
     "qwen3_next",
 }
 """Types with layers of two kinds."""
+LATENT = {"bailing_hybrid", "kimi_linear"}
+"""Types whose full attention stores latents."""
 
 
 def entries_of(model_type: str, config: Any, **options: Any) -> tuple[CacheEntry, ...]:
@@ -74,7 +78,7 @@ def test_entries_are_what_a_real_cache_stores(model_type: str, dtype: str) -> No
             assert [str(conv.dtype), str(recurrent.dtype)] == [f"torch.{first.dtype}", f"torch.{second.dtype}"]
         else:
             window = dict(entry.params).get("window", TOKENS + 1)
-            assert (first.name, second.name) == ("k", "v")
+            assert (first.name, second.name) == (("latent", "rope") if model_type in LATENT else ("k", "v"))
             assert entry.kind == ("sliding_attention" if cache.is_sliding[layer] else "full_attention")
             for part, kept in zip(entry.parts, (stored.keys, stored.values), strict=True):
                 heads, dim = part.shape
@@ -140,6 +144,21 @@ def test_raw_fields_mean_what_the_config_object_means(model_type: str) -> None:
         ("qwen3_5", {"text_config": {"num_hidden_layers": 5}}),
         ("qwen3_5_moe_text", {"num_hidden_layers": 9}),
         ("qwen3_5_moe", {"text_config": {"num_hidden_layers": 5, "full_attention_interval": 2}}),
+        ("bailing_hybrid", {"num_hidden_layers": 13}),
+        ("bailing_hybrid", {"num_hidden_layers": 5, "layer_group_size": 2, "head_dim": 64, "num_attention_heads": 8}),
+        ("kimi_linear", {"num_hidden_layers": 9}),
+        ("kimi_linear", {"num_hidden_layers": 3, "linear_attn_config": {"num_heads": 8, "head_dim": 64}}),
+        (
+            "kimi_linear",
+            {
+                "num_hidden_layers": 4,
+                "linear_attn_config": {
+                    "full_attn_layers": [1, 4],
+                    "kda_layers": [2, 3],
+                    "short_conv_kernel_size": 3,
+                },
+            },
+        ),
         ("olmo_hybrid", {"num_hidden_layers": 9}),
         ("olmo_hybrid", {"num_hidden_layers": 3, "num_attention_heads": 10, "linear_num_key_heads": 7}),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*ME"}),
@@ -196,6 +215,11 @@ def test_dtypes_are_taken_from_the_config_or_from_the_caller() -> None:
         ("gemma2", {"num_hidden_layers": 3, "layer_types": "full_attention"}, "layer_types"),
         ("gemma2", {"num_hidden_layers": 2, "dtype": "float31"}, "dtype"),
         ("bamba", {"num_hidden_layers": 2, "hidden_size": 64, "attn_layer_indices": 1}, "attn_layer_indices"),
+        (
+            "kimi_linear",
+            {"num_hidden_layers": 3, "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1]}},
+            "layer 2 is neither",
+        ),
         ("nemotron_h", {"num_hidden_layers": 2}, "hybrid_override_pattern"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "letters X"),
         ("nemotron_h", {"hybrid_override_pattern": "MM", "num_hidden_layers": 3}, "names 2 layers"),

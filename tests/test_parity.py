@@ -257,7 +257,10 @@ def test_a_resumed_prefix_is_computed_only_once(model_type: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "jamba", "qwen3_next", "gpt_oss", "olmo_hybrid", "qwen3_5"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma3", "jamba", "qwen3_next", "gpt_oss", "olmo_hybrid", "qwen3_5", "kimi_linear", "bailing_hybrid"],
+)
 def test_bfloat16_stays_close_to_the_models_own(model_type: str) -> None:
     described = family(model_type)
     assert described is not None

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from hybridkv.errors import UnsupportedModel, UsageError
 from hybridkv.hf.step import PackedStep, active_step
 from hybridkv.ops.attention import Scoring, packed_attention
+from hybridkv.ops.gathered import gathered_attention
 
 NAME = "hybridkv"
 
@@ -38,7 +39,7 @@ def hybridkv_attention(
 
     Args:
         query: [1, heads, tokens, dim], packed order.
-        key: [1, kv heads, tokens, dim].
+        key: [1, kv heads, tokens, dim]; of a layer that expands latents, those of all tokens its cache returned.
         value: [1, kv heads, tokens, value dim].
         scaling: of the dot products; dim ** -0.5 by default.
         softcap: soft cap of the scores.
@@ -64,6 +65,9 @@ def hybridkv_attention(
     plan, entry = step.tokens_of(step.layer)
     step.attended.add(step.layer)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    gathering = step.gathering_of(step.layer)
+    if gathering is not None:
+        return gathered_attention(query[0], key[0], value[0], plan, gathering, scoring)[None], None
     return packed_attention(query[0], key[0], value[0], plan, entry, scoring)[None], None
 
 

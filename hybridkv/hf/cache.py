@@ -33,10 +33,19 @@ class PackedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the pass's keys and values [1, kv heads, tokens, dim] to their pages; returns them unchanged."""
+        """Write the pass's keys and values [1, kv heads, tokens, dim] to their pages; returns them unchanged.
+
+        Latents of a layer that expands them come back with those of all its spans' pasts, end to end.
+        """
         plan, entry = self._step.tokens_of(layer_idx)
         entry.write_tokens(KEY, plan.own, key_states[0].transpose(0, 1))
         entry.write_tokens(VALUE, plan.own, value_states[0].transpose(0, 1))
+        gathering = self._step.gathering_of(layer_idx)
+        if gathering is not None and gathering.index is not None:
+            key_states, value_states = (
+                entry.read_tokens(part, gathering.index).to(key_states.dtype).transpose(0, 1)[None]
+                for part in (KEY, VALUE)
+            )
         self._step.layer = layer_idx
         return key_states, value_states
 

@@ -94,6 +94,7 @@ def _chunk_scan(
 
 
 def _delta_rule(
+    recurrent_form: str,
     step: PackedStep,
     module: ModuleType,
     original: Function,
@@ -104,19 +105,21 @@ def _delta_rule(
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **ignored: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor]:
     plan, entry = step.states_of(step.layer, RECURRENT)
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    recurrent = getattr(module, "torch_recurrent_gated_delta_rule", original)
+    recurrent = getattr(module, recurrent_form, original)
     out = packed_delta_rule(query, key, value, g, beta, options, original, recurrent, plan, entry, RECURRENT)
-    return out, None
+    # Some mixers convert the state they get back, so it has to be a tensor; nobody keeps it.
+    return out, query.new_empty(0)
 
 
 _HANDLERS: Mapping[str, Handler] = {
     "causal_conv1d_fn": _conv,
     "mamba_selective_scan": _selective_scan,
     "mamba2_chunk_scan": _chunk_scan,
-    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_chunk_gated_delta_rule": functools.partial(_delta_rule, "torch_recurrent_gated_delta_rule"),
+    "chunk_kimi_delta_attention": functools.partial(_delta_rule, "recurrent_kimi_delta_attention"),
 }
 
 

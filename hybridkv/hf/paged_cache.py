@@ -78,7 +78,7 @@ class PagedCache(Cache):
         self._rows = BatchRows(runner)
         self._lease = Lease(runner, self._rows.held, owned=owns_runner)
         self._served: set[tuple[str, int]] = set()
-        self._lent: tuple[int, Tensor] | None = None
+        self._lent: dict[tuple[int, int], Tensor] = {}
 
     def __repr__(self) -> str:
         return f"PagedCache({len(self._rows)} rows of {self._rows.length} tokens)"
@@ -117,12 +117,14 @@ class PagedCache(Cache):
         return keys.transpose(1, 2), seen.transpose(1, 2)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A copy of the columns kept; what the caller does to it in place is stored when the next layer asks."""
         self._return_lent()
         self._next_step("state", layer_idx)
-        return self._read_state(layer_idx, CONV)
+        return self._lend_state(layer_idx, CONV)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Store the end of the new inputs [batch, channels, tokens]; returns them behind the columns kept before."""
+        self._lent.pop((layer_idx, CONV), None)
         before = self._read_state(layer_idx, CONV)
         self._serve("state", layer_idx, conv_states)
         full = conv_states if before is None else torch.cat([before.to(conv_states.dtype), conv_states], -1)
@@ -133,15 +135,16 @@ class PagedCache(Cache):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A copy of the state; what the caller does to it in place is stored when the next layer asks."""
-        state = self._read_state(layer_idx, RECURRENT)
-        if state is not None:
-            self._lent = layer_idx, state
-        return state
+        return self._lend_state(layer_idx, RECURRENT)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self._lent = None
+        self._lent.pop((layer_idx, RECURRENT), None)
+        if not self._rows.pending:
+            # Mixers that change the columns in place hand no inputs over, and do so for one token only.
+            self._rows.begin(recurrent_states.shape[0], 1)
+        self._served.add(("state", layer_idx))
         self._write_state(layer_idx, RECURRENT, recurrent_states)
         return recurrent_states
 
@@ -253,7 +256,7 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything and free the pages; the cache can be used again."""
-        self._lent = None
+        self._lent.clear()
         self._served.clear()
         self._rows.clear()
 
@@ -284,10 +287,10 @@ class PagedCache(Cache):
         self._served.clear()
 
     def _return_lent(self) -> None:
-        if self._lent is not None:
-            layer, state = self._lent
-            self._lent = None
-            self._write_state(layer, RECURRENT, state)
+        if self._rows.pending:
+            for (layer, part), state in self._lent.items():
+                self._write_state(layer, part, state)
+        self._lent.clear()
 
     def _select(self, indices: list[int]) -> None:
         self._finish()
@@ -298,6 +301,12 @@ class PagedCache(Cache):
             return None
         g, e = self._states[layer]
         return self._runner.storage.read_states(g, e, part, self._rows.working(g))
+
+    def _lend_state(self, layer: int, part: int) -> Tensor | None:
+        state = self._read_state(layer, part)
+        if state is not None:
+            self._lent[layer, part] = state
+        return state
 
     def _write_state(self, layer: int, part: int, states: Tensor) -> None:
         g, e = self._states[layer]

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridkv.entries import LayerGroup
 from hybridkv.errors import UsageError
 from hybridkv.manager import GroupManager
+from hybridkv.ops.gathered import Gathering, plan_gathering
 from hybridkv.ops.planning import PageTable, plan_tokens
 from hybridkv.ops.spans import Entry, StateChunk, StatePlan, TokenPlan
 from hybridkv.sequence import Sequence as Request
@@ -112,6 +113,7 @@ class PackedStep:
         self._storage = storage
         requests = [spans[i].seq for i in order]
         self._tokens: dict[int, TokenPlan] = {}
+        self._gatherings: dict[int, Gathering] = {}
         self._states: dict[int, StatePlan] = {}
         for g, group in enumerate(manager.groups):
             if group.is_state:
@@ -120,12 +122,18 @@ class PackedStep:
             else:
                 held = [manager.token_pages(request, g) for request in requests]
                 table = PageTable(held, group.page_tokens, device)
-                self._tokens[g] = plan_tokens(group.rule, table, lengths, counts, singles, dtype, device)
+                plan = self._tokens[g] = plan_tokens(group.rule, table, lengths, counts, singles, dtype, device)
+                if group.is_latent:
+                    self._gatherings[g] = plan_gathering(group.rule, table, plan, lengths, counts, dtype, device)
 
     def tokens_of(self, layer: int) -> tuple[TokenPlan, Entry]:
         """The plan and the pages of an attention layer."""
         g, e = _kept(self._layers.tokens, layer, "keys and values")
         return self._tokens[g], Entry(self._storage, g, e)
+
+    def gathering_of(self, layer: int) -> Gathering | None:
+        """How a layer that stores latents gets all of them back, or None for one that stores keys and values."""
+        return self._gatherings.get(self._layers.tokens[layer][0])
 
     def states_of(self, layer: int, part: int) -> tuple[StatePlan, Entry]:
         """The plan and the pages of a recurrent layer, for whoever moves this part of its state on."""

@@ -63,7 +63,7 @@ def packed_attention(
         if chunk.history is not None:
             keys = entry.read_tokens(KEY, chunk.history).to(query.dtype).transpose(0, 1)
             values = entry.read_tokens(VALUE, chunk.history).to(query.dtype).transpose(0, 1)
-        _chunk(query, keys, values, chunk, scoring, output)
+        attend_chunk(query, keys, values, chunk, scoring, output)
     return output
 
 
@@ -79,7 +79,14 @@ def _singles(query: Tensor, kv_heads: int, bucket: Bucket, entry: Entry, scoring
     return attend(asked, keys, values, bucket.mask, False, scoring, sinks).flatten(1, 2)
 
 
-def _chunk(query: Tensor, keys: Tensor, values: Tensor, chunk: TokenChunk, scoring: Scoring, output: Tensor) -> None:
+def attend_chunk(
+    query: Tensor, keys: Tensor, values: Tensor, chunk: TokenChunk, scoring: Scoring, output: Tensor
+) -> None:
+    """Fill a chunk's rows of `output` [tokens, heads, value dim].
+
+    `query` [heads, tokens, dim] is of the whole pass; `keys` and `values` [kv heads, n, dim] begin with the chunk's
+    history and its own tokens.
+    """
     sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
     for block in chunk.blocks:
         seen = attend(

@@ -36,8 +36,9 @@ def packed_delta_rule(
         query: [1, tokens, key heads, key dim], packed order; key alike.
         key: what the state is read and written by.
         value: [1, tokens, value heads, value dim].
-        g: [1, tokens, value heads], log decay; beta alike.
-        beta: how much of a value is written.
+        g: log decay, [1, tokens, value heads], or [1, tokens, value heads, key dim] where each channel has its own
+            (Kimi Team, "Kimi Linear", 2025).
+        beta: [1, tokens, value heads], how much of a value is written.
         options: further keywords of both functions.
         chunked: the module's own chunked form, called with `initial_state` and `output_final_state`.
         recurrent: the module's own recurrent form, called alike.

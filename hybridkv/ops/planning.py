@@ -98,12 +98,13 @@ def _buckets(rule: Rule, table: PageTable, positions: Ints, dtype: torch.dtype, 
             valid.append(asked < stop)
         seen = np.hstack([*valid, np.ones_like(own, bool)])
         index = table.index(np.arange(first, last)[:, None], np.hstack([*columns, own]))
-        found.append(Bucket(first, last, index, None if seen.all() else _additive(seen, dtype, device)))
+        found.append(Bucket(first, last, index, None if seen.all() else additive(seen, dtype, device)))
         first = last
     return found
 
 
-def _additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+def additive(seen: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Which keys [rows, keys] may be seen, as a mask [rows, 1, 1, keys] to add to scores."""
     hidden = torch.from_numpy(~seen).to(device)[:, None, None, :]
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
