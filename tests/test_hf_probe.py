@@ -30,6 +30,20 @@ UNDESCRIBED: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 16, "sliding_window": 24},
     "granite_swa": {"sliding_window": 24},
     "gpt_neox": {},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+    },
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 """Types without a family, and what makes a small model of each."""
@@ -43,7 +57,7 @@ def no_families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def undescribed(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **TINY, **UNDESCRIBED[model_type])
+    config = AutoConfig.for_model(model_type, **{**TINY, **UNDESCRIBED[model_type]})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from hybridkv.entries import CacheEntry, Part
+from hybridkv.entries import CacheEntry, Part, attention_parts, latent_parts
 from hybridkv.errors import UnsupportedModel
 
 _FULL = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -56,7 +56,7 @@ def probe_entries(model: nn.Module) -> tuple[CacheEntry, ...]:
                 f"{label} cannot be served: layer {layer} is of kind {kind!r} ({type(stored).__name__} in its own "
                 "cache), which hybridkv cannot serve. Run its own generate()"
             )
-        entries += _tokens(layer, kind, stored) + _states(layer, stored)
+        entries += _tokens(layer, kind, stored, config.get_text_config(decoder=True)) + _states(layer, stored)
     if not entries:
         raise UnsupportedModel(f"{label} stores nothing in a cache of transformers, so there is nothing to reuse")
     return tuple(entries)
@@ -85,14 +85,18 @@ def _filled_cache(model: nn.Module, config: Any, label: str) -> DynamicCache:
     return cache
 
 
-def _tokens(layer: int, kind: str, stored: Any) -> list[CacheEntry]:
-    """The entry of a layer's keys and values; none where it stores none, e.g. because it reads another layer's."""
+def _tokens(layer: int, kind: str, stored: Any, config: Any) -> list[CacheEntry]:
+    """The entry of a layer's keys and values, or of what it expands into them (latent attention).
+
+    None where it stores none, e.g. because it reads another layer's.
+    """
     keys, values = getattr(stored, "keys", None), getattr(stored, "values", None)
     if keys is None or values is None:
         return []
-    parts = tuple(
-        Part(name, (kept.shape[1], kept.shape[3]), _dtype(kept)) for name, kept in (("k", keys), ("v", values))
-    )
+    if (keys.shape[1], keys.shape[3]) == (1, getattr(config, "kv_lora_rank", None)):
+        parts = latent_parts(keys.shape[3], values.shape[3], _dtype(keys))
+    else:
+        parts = attention_parts(keys.shape[1], keys.shape[3], _dtype(keys), values.shape[3])
     if type(stored) not in _SLIDING:
         return [CacheEntry(layer, "full_attention", parts)]
     if kind == "chunked_attention":
