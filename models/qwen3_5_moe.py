@@ -1,4 +1,4 @@
-"""Qwen3.5 with mixtures of experts. Serves `qwen3_5_moe_text` and the text part of `qwen3_5_moe`."""
+"""Qwen3.5 MoE: three gated-delta-rule layers to one of full attention, mixtures of experts throughout."""
 
 from __future__ import annotations
 
