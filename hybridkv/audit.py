@@ -132,8 +132,9 @@ def _check_needs(ledger: Ledger) -> None:
 
 def _check_sequence(ledger: Ledger, seq: Sequence) -> None:
     unit = ledger.layout.unit_tokens
-    if seq.units != seq.length // unit:
-        raise IntegrityError(f"{seq!r} stands on {seq.units} entry rows, not {seq.length // unit}")
+    units = 0 if seq.private else seq.length // unit
+    if seq.units != units:
+        raise IntegrityError(f"{seq!r} stands on {seq.units} entry rows, not {units}")
     if seq.units:
         rows = ledger.index.chain(int(seq.rows[seq.units - 1]))
         if (rows != seq.rows[: seq.units]).any() or ledger.index.row(seq.digests[seq.units - 1]) != rows[-1]:
@@ -146,6 +147,8 @@ def _check_sequence(ledger: Ledger, seq: Sequence) -> None:
             raise IntegrityError(f"{seq!r} lacks pages of group {group.name!r}")
         for index in table.held().tolist():
             row = int(ledger.index.row_of[g][table.pages[index]])
+            if row >= 0 and seq.private:
+                raise IntegrityError(f"{seq!r} is private but holds a published page of group {group.name!r}")
             last_unit = (index + 1) * group.page_tokens // unit - 1
             if row >= 0 and last_unit < seq.units and row != seq.rows[last_unit]:
                 raise IntegrityError(f"{seq!r} holds a page of another prefix in group {group.name!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -80,9 +81,10 @@ class GroupManager:
             "decode_checkpoint_interval", decode_checkpoint_interval, step
         )
         self.hash = hash
-        self._model = model
-        self._dtype = dtype
-        self._identity = layout_identity(self.groups)
+        identity = layout_identity(self.groups)
+        self._seed = partial(
+            chain_seed, algorithm=hash, model=model, dtype=dtype, groups=identity, unit_tokens=unit_tokens
+        )
         self._ledger = Ledger(self.layout, policy_named(policy))
         self._open: dict[int, Sequence] = {}
         self._next_id = 0
@@ -100,6 +102,7 @@ class GroupManager:
         adapter: Adapter | None = None,
         images: Iterable[Image] = (),
         breakpoints: Iterable[int] = (),
+        cache: bool = True,
     ) -> Sequence:
         """Start a request: find the prefix hit and hold its pages. `seq.hit_tokens` says how long it is.
 
@@ -110,6 +113,8 @@ class GroupManager:
             images: (token offset, content digest) of multimodal input.
             breakpoints: prefix lengths in tokens at which another prompt is likely to part from this one, such as
                 the end of the system prompt; a resume point is made at each, rounded down to a boundary.
+            cache: False looks nothing up and publishes nothing: the request shares no page with any other, and a
+                page is free again as soon as the request lets go of it.
 
         Raises:
             EmptyPrompt, TokenOutOfRange, RequestError: the request can never be served as it is.
@@ -117,18 +122,10 @@ class GroupManager:
         ids = checked_tokens(token_ids)
         if not len(ids):
             raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
-        seed = chain_seed(
-            algorithm=self.hash,
-            model=self._model,
-            dtype=self._dtype,
-            groups=self._identity,
-            unit_tokens=self.unit_tokens,
-            adapter=adapter,
-            salt=salt,
-        )
+        seed = self._seed(adapter=adapter, salt=salt)
         seq = open_sequence(
             self._ledger,
-            Sequence(self._next_id, as_tokens(ids), seed, len(self.groups)),
+            Sequence(self._next_id, as_tokens(ids), seed, len(self.groups), private=not cache),
             algorithm=self.hash,
             images=tuple(images),
             breakpoints=breakpoints,
@@ -235,7 +232,7 @@ class GroupManager:
     def add_breakpoint(self, seq: Sequence, tokens: int) -> None:
         """Make a resume point at this prefix length too, rounded down to a boundary, once the sequence gets there.
 
-        Nothing happens if it is past that length already.
+        Nothing happens if it is past that length already, or was opened without cache.
 
         Raises:
             RequestError: the length lies outside the tokens known so far.
@@ -243,6 +240,8 @@ class GroupManager:
         """
         self._require_open(seq)
         (tokens,) = boundaries.checked_breakpoints([tokens], seq.known)
+        if seq.private:
+            return
         seq.plan = boundaries.planned([*seq.plan, tokens], self.layout.boundary_tokens, seq.length)
         seq.capacity = 0
 
@@ -350,7 +349,7 @@ class GroupManager:
     def _advance(self, seq: Sequence, n: int) -> None:
         publication.advance(self._ledger, seq, n, self.hash)
         interval = self.decode_checkpoint_interval
-        if interval and seq.length > seq.prompt_tokens and seq.length % interval == 0:
+        if interval and seq.length > seq.prompt_tokens and seq.length % interval == 0 and not seq.private:
             reservation.snapshot(self._ledger, seq)
 
     def _require_open(self, seq: Sequence) -> None:

@@ -15,6 +15,8 @@ def advance(ledger: Ledger, seq: Sequence, n: int, algorithm: str) -> None:
     """Count `n` more tokens as computed and publish what that completes."""
     seq.length += n
     seq.reserved = 0
+    if seq.private:
+        return
     units = seq.length // ledger.layout.unit_tokens
     if units > seq.units:
         _extend_digests(ledger, seq, units, algorithm)
@@ -26,6 +28,8 @@ def advance(ledger: Ledger, seq: Sequence, n: int, algorithm: str) -> None:
 
 def keep_end(ledger: Ledger, seq: Sequence) -> None:
     """Make the last boundary that can be resumed after into a resume point, before the sequence lets go."""
+    if seq.private:
+        return
     unit = ledger.layout.unit_tokens
     tokens = seq.length - seq.length % ledger.layout.boundary_tokens
     if ledger.states:
@@ -47,7 +51,7 @@ def keep_end(ledger: Ledger, seq: Sequence) -> None:
 
 def fork(ledger: Ledger, seq: Sequence, id: int) -> Sequence:
     """A copy of `seq` that holds the same pages up to its length."""
-    child = Sequence(id, seq.tokens[:], seq.seed, len(seq.tables))
+    child = Sequence(id, seq.tokens[:], seq.seed, len(seq.tables), private=seq.private)
     child.images, child.extras, child.digests = seq.images, seq.extras, seq.digests[:]
     child.hit_tokens, child.length, child.prompt_tokens = seq.hit_tokens, seq.length, seq.prompt_tokens
     child.set_rows(seq.rows[: seq.units], len(seq.digests))

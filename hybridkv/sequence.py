@@ -115,6 +115,7 @@ class Sequence:
         plan: boundaries, in tokens, still to become resume points.
         pending: boundary -> state pages that the step under way writes.
         capacity: tokens that can be computed before pages must be taken or copied.
+        private: nothing of it is published, so it has no digests, no rows and no resume points.
     """
 
     __slots__ = (
@@ -129,6 +130,7 @@ class Sequence:
         "made_points",
         "pending",
         "plan",
+        "private",
         "prompt_tokens",
         "reserved",
         "rows",
@@ -140,7 +142,7 @@ class Sequence:
         "working",
     )
 
-    def __init__(self, id: int, tokens: array[int], seed: bytes, groups: int) -> None:
+    def __init__(self, id: int, tokens: array[int], seed: bytes, groups: int, private: bool = False) -> None:
         self.id = id
         self.tokens = tokens
         self.seed = seed
@@ -160,6 +162,7 @@ class Sequence:
         self.length = 0
         self.reserved = 0
         self.capacity = 0
+        self.private = private
         self.closed = False
 
     @property

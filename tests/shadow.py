@@ -97,9 +97,12 @@ class Server:
         adapter: str | None = None,
         images: tuple[tuple[int, str], ...] = (),
         breakpoints: tuple[int, ...] = (),
+        cache: bool = True,
     ) -> Request:
         manager = self.manager
-        seq = manager.open(tokens, salt=salt, adapter=adapter, images=images, breakpoints=breakpoints)
+        before = manager.usage()
+        seq = manager.open(tokens, salt=salt, adapter=adapter, images=images, breakpoints=breakpoints, cache=cache)
+        assert cache or manager.usage() == before, "a request without cache looked something up"
         request = Request(seq, [self._number("root", salt, adapter)], dict(images))
         self._extend(request, tokens)
         assert 0 <= seq.hit_tokens == seq.length < len(tokens) == seq.known

@@ -200,6 +200,38 @@ def test_closing_without_cache_frees_what_only_this_request_made() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_request_opened_without_cache_neither_hits_nor_leaves_anything(keep: bool) -> None:
+    manager = hybrid(checkpoint_interval=8, decode_checkpoint_interval=4)
+    cache(manager, TEXT)
+    before, points = manager.usage(), manager.resume_points()
+    seq = manager.open(TEXT, breakpoints=[30], cache=False)
+    assert seq.hit_tokens == 0
+    compute(manager, seq, chunk=10)
+    manager.add_breakpoint(seq, 60)
+    decode(manager, seq, 9)
+    child = manager.fork(seq)
+    decode(manager, child, 9)
+    manager.check()
+    assert cached(manager) == [group.cached_pages for group in before.groups]
+    for one in (seq, child):
+        manager.close(one, cache=keep)
+    assert (manager.usage(), manager.resume_points()) == (before, points)
+    manager.check()
+
+
+def test_a_request_opened_without_cache_frees_what_slides_out_and_evicts_nothing_for_it() -> None:
+    manager = hybrid(pages=24)
+    cache(manager, TEXT[:21])
+    kept = manager.resume_points()
+    seq = manager.open([3] * 200, cache=False)
+    compute(manager, seq, upto=40, chunk=4)
+    assert live(manager)[WINDOW] <= 4, "the window, and not what slid out of it"
+    assert manager.resume_points() == kept
+    manager.close(seq)
+    assert hit_of(manager, TEXT[:21]) == 20
+
+
 def test_closing_without_cache_leaves_what_others_made_or_use() -> None:
     manager = hybrid()
     cache(manager, TEXT[:41])

@@ -48,6 +48,7 @@ class ManagerMachine(RuleBasedStateMachine):
         adapter=st.sampled_from([None, None, "a", "b"]),
         image=st.none() | st.tuples(some, st.sampled_from("xy")),
         breakpoint=st.none() | some,
+        cache=st.sampled_from([True, True, False]),
     )
     def open(
         self,
@@ -56,6 +57,7 @@ class ManagerMachine(RuleBasedStateMachine):
         adapter: str | None,
         image: tuple[int, str] | None,
         breakpoint: int | None,
+        cache: bool,
     ) -> None:
         self.server.open(
             tokens,
@@ -63,6 +65,7 @@ class ManagerMachine(RuleBasedStateMachine):
             adapter=adapter,
             images=((image[0] % len(tokens), image[1]),) if image else (),
             breakpoints=() if breakpoint is None else (breakpoint % (len(tokens) + 1),),
+            cache=cache,
         )
 
     @precondition(lambda self: self.ready)

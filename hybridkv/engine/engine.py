@@ -13,7 +13,16 @@ from hybridkv.engine.core import EngineCore
 from hybridkv.engine.detokenize import Tokenizer
 from hybridkv.engine.outputs import RequestOutput, StreamEvent
 from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.prompts import Limits, Prompt, Prompts, breakpoints_for, params_for, token_lists
+from hybridkv.engine.prompts import (
+    Limits,
+    Prompt,
+    Prompts,
+    breakpoints_for,
+    caching_for,
+    params_for,
+    priorities_for,
+    token_lists,
+)
 from hybridkv.engine.request import Request
 from hybridkv.engine.scheduler import Plan, Scheduler
 from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError, TokenOutOfRange
@@ -76,6 +85,8 @@ class Engine:
         *,
         breakpoints: Sequence[int] | Sequence[Sequence[int]] | None = None,
         salt: Salt | None = None,
+        cache: bool | Sequence[bool] = True,
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Serve all prompts together and return their outputs in the same order.
@@ -86,6 +97,8 @@ class Engine:
             breakpoints: prompt positions in tokens at which a later prompt is likely to part, such as the end of a
                 system prompt: one list for all prompts or one list each. A resume point is kept at each.
             salt: only requests with the same salt share cached pages.
+            cache: False looks nothing up for a prompt and keeps nothing of it: one for all or one per prompt.
+            priority: lower runs first, ties in order of arrival: one for all or one per prompt.
             progress: show a bar on stderr.
 
         Raises:
@@ -93,7 +106,7 @@ class Engine:
             EngineClosed: after `close()`.
             HybridKVError: the logits of one prompt are not a number; the others of this call end with it.
         """
-        requests = self._requests(prompts, params, breakpoints, salt)
+        requests = self._requests(prompts, params, breakpoints, salt, cache, priority)
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not progress) as bar:
             tokens = 0
             for request in requests:
@@ -120,6 +133,8 @@ class Engine:
         *,
         breakpoints: Sequence[int] | None = None,
         salt: Salt | None = None,
+        cache: bool = True,
+        priority: int = 0,
         progress: bool = False,
     ) -> Iterator[StreamEvent]:
         """Serve one prompt and yield each token as it comes; the last event carries the whole output.
@@ -128,13 +143,14 @@ class Engine:
         gives the request's pages back. Several streams may be open together: each step of one moves all of them.
 
         Args:
+            breakpoints, salt, cache, priority: as for `generate`.
             progress: show a bar of the prompt's computation on stderr.
 
         Raises:
             RequestError: the prompt or params can never be served.
             EngineClosed: after `close()`.
         """
-        requests = self._requests(prompt, params, breakpoints, salt)
+        requests = self._requests(prompt, params, breakpoints, salt, cache, priority)
         if len(requests) != 1:
             raise RequestError(f"stream() serves one prompt, got {len(requests)}; use generate() for several")
         return self._stream(requests[0], progress)
@@ -204,6 +220,8 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None,
         breakpoints: Sequence[int] | Sequence[Sequence[int]] | None,
         salt: Salt | None,
+        cache: bool | Sequence[bool] = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[Request]:
         """Checked requests, none of them scheduled."""
         self._require_open()
@@ -212,6 +230,7 @@ class Engine:
         lists = token_lists(prompts, self.tokenizer)
         each = params_for(params, len(lists))
         points = breakpoints_for(breakpoints, [len(tokens) for tokens in lists])
+        caching, priorities = caching_for(cache, len(lists)), priorities_for(priority, len(lists))
         for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
             try:
                 self._limits.check(tokens, one)
@@ -221,10 +240,22 @@ class Engine:
                     raise
                 raise type(error)(f"prompt {i}: {error}") from None
         requests = []
-        for tokens, one, positions in zip(lists, each, points, strict=True):
+        for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
             stop_ids = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._eos)
             self._arrivals += 1
-            requests.append(Request(self._arrivals, tokens, one, stop_ids, salt, positions, tokenizer=self.tokenizer))
+            requests.append(
+                Request(
+                    self._arrivals,
+                    tokens,
+                    one,
+                    stop_ids,
+                    salt,
+                    points[i],
+                    caching[i],
+                    priorities[i],
+                    tokenizer=self.tokenizer,
+                )
+            )
         return requests
 
     def _check_stops(self, params: SamplingParams) -> None:

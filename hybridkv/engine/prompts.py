@@ -96,13 +96,40 @@ def params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     each: list[object] = [params] if isinstance(params, Mapping) or not isinstance(params, Iterable) else list(params)
-    checked = [one for one in each if isinstance(one, SamplingParams)]
+    checked = []
     for one in each:
         if not isinstance(one, SamplingParams):
             raise InvalidSampling(f"params must be SamplingParams or a list of them, got {type(one).__name__}")
-    if len(each) != count:
-        raise InvalidSampling(f"{count} prompts but {len(each)} SamplingParams; give one for all or one for each")
+        checked.append(one)
+    if len(checked) != count:
+        raise InvalidSampling(f"{count} prompts but {len(checked)} SamplingParams; give one for all or one for each")
     return checked
+
+
+def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:
+    """One priority per prompt.
+
+    Raises:
+        RequestError: not integers, or a list of another length.
+    """
+    each = _each("priority", priority, count)
+    for one in each:
+        if isinstance(one, bool) or not isinstance(one, Integral):
+            raise RequestError(f"a priority is an integer, lower runs first, got {one!r}")
+    return [int(one) for one in each]
+
+
+def caching_for(cache: bool | Sequence[bool], count: int) -> list[bool]:
+    """Per prompt, whether it may use and fill the cache.
+
+    Raises:
+        RequestError: not True or False, or a list of another length.
+    """
+    each = _each("cache", cache, count)
+    for one in each:
+        if not isinstance(one, bool):
+            raise RequestError(f"cache must be True or False, got {one!r}")
+    return each
 
 
 def breakpoints_for(
@@ -131,6 +158,16 @@ def breakpoints_for(
         tuple(sorted({int(position) for position in positions if position <= length}))
         for positions, length in zip(each, lengths, strict=True)
     ]
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    """The same value for every prompt, or a list with one for each."""
+    value = _plain(value)
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{count} prompts but {len(value)} values of {name}; give one for all or one for each")
+    return list(value)
 
 
 def _plain(value: Any) -> Any:

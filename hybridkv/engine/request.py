@@ -27,6 +27,8 @@ class Request:
         arrival: number in order of submission.
         tokens: prompt and generated tokens.
         stop_ids: token ids that end it, end-of-sequence ids included.
+        cache: whether it may use and fill the cache.
+        priority: lower runs first.
         seq: held while running, None while waiting or done.
         error: why it ended without an output, if it did so alone.
     """
@@ -37,6 +39,8 @@ class Request:
     stop_ids: frozenset[int]
     salt: Salt | None = None
     breakpoints: tuple[int, ...] = ()
+    cache: bool = True
+    priority: int = 0
     tokenizer: Tokenizer | None = None
     seq: ManagedSequence | None = None
     cached_tokens: int | None = None
@@ -58,6 +62,11 @@ class Request:
         self.state = SamplerState(self.params, self.prompt)
         self._array = np.array(self.prompt, dtype=np.int64)
         self._text = OutputText(self.tokenizer, self.params.stop)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in the order of service: lower comes first and is preempted last."""
+        return self.priority, self.arrival
 
     @property
     def generated(self) -> list[int]:
@@ -95,7 +104,12 @@ class Request:
 
     def shared_tokens(self, other: Request, unit_tokens: int) -> int:
         """Longest prefix of this prompt, in whole token units and short of its last token, that `other` shares."""
-        if self.salt != other.salt:
+        # Most prompts part in their first unit: that is cheap to see.
+        if (
+            self.salt != other.salt
+            or not (self.cache and other.cache)
+            or self.prompt[:unit_tokens] != other.prompt[:unit_tokens]
+        ):
             return 0
         size = min(len(self._array) - 1, len(other._array))
         differs = self._array[:size] != other._array[:size]

@@ -1,10 +1,10 @@
 """Which tokens the next forward pass computes, and who gives way when the pages run out.
 
-One step holds every running decode, one token each, then chunks of prompts in order of arrival, within a budget of
-tokens; a long prompt therefore never holds up a decode. Rules, all of them:
+One step holds every running decode, one token each, then chunks of prompts in order of priority and arrival, within a
+budget of tokens; a long prompt therefore never holds up a decode. Rules, all of them:
 
-- A decode that finds no page preempts the request that arrived last. It goes back to the front of the queue with its
-  prompt and its output so far, and its pages stay cached.
+- A decode that finds no page preempts the running request that is last in that order. It goes back to its place in the
+  queue with its prompt and its output so far, and its pages stay cached.
 - A prompt chunk that finds no page is halved until it fits; if nothing fits, the prompt sits the step out. Only where
   the step would otherwise be empty does it preempt.
 - After pages ran out nobody is admitted until a running request has finished, so that a preempted request does not
@@ -15,8 +15,7 @@ tokens; a long prompt therefore never holds up a decode. Rules, all of them:
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import islice
+from bisect import insort
 from typing import NamedTuple
 
 from hybridkv.engine.request import Request, shared_boundaries
@@ -57,12 +56,12 @@ class Scheduler:
         # Every running request may decode in the same step.
         self._max_running = min(max_running, max_batch_tokens)
         self._starved = False
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
 
     def submit(self, request: Request) -> None:
         """Queue a request that was checked."""
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_rank)
 
     def plan(self) -> Plan:
         """Choose and reserve the next forward pass; empty only if no request is left.
@@ -72,7 +71,7 @@ class Scheduler:
         """
         plan = Plan(self._reserve_decodes(), [])
         budget = self._max_batch_tokens - len(plan.decodes)
-        for request in [r for r in self.running if not r.decoding]:
+        for request in sorted((r for r in self.running if not r.decoding), key=_rank):
             if budget and request.seq is not None:
                 budget -= self._add_chunk(plan, request, min(budget, request.remaining))
         self._admit(plan, budget)
@@ -108,7 +107,7 @@ class Scheduler:
             except OutOfPages:
                 if len(self.running) == 1:
                     raise
-                self._preempt_latest()
+                self._preempt_last()
             else:
                 break
         return decodes
@@ -122,12 +121,12 @@ class Scheduler:
             if len(self.running) == 1:
                 self._manager.reserve(request.sequence, 1)
             else:
-                self._preempt_latest(keep=request)
+                self._preempt_last(keep=request)
         plan.chunks.append(Chunk(request, fits))
         return fits
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        for request in list(islice(self.waiting, self._max_running)):
+        for request in self.waiting[: self._max_running]:
             # Asked first: the prompt under way must learn in time where to keep a resume point.
             if self._prefix_is_coming(request):
                 continue
@@ -161,10 +160,13 @@ class Scheduler:
         return 0
 
     def _open(self, request: Request) -> None:
-        others = [other for other in islice(self.waiting, self._max_running) if other is not request]
+        others = [other for other in self.waiting[: self._max_running] if other is not request]
         shared = shared_boundaries(request, others, self._unit, _SHARED_RESUME_POINTS)
         request.seq = self._manager.open(
-            request.tokens, salt=request.salt, breakpoints=tuple(sorted({*request.breakpoints, *shared}))
+            request.tokens,
+            salt=request.salt,
+            breakpoints=tuple(sorted({*request.breakpoints, *shared})),
+            cache=request.cache,
         )
 
     def _prefix_is_coming(self, request: Request) -> bool:
@@ -177,15 +179,19 @@ class Scheduler:
                     coming = True
         return coming
 
-    def _preempt_latest(self, keep: Request | None = None) -> None:
-        victim = max((r for r in self.running if r is not keep), key=lambda request: request.arrival)
+    def _preempt_last(self, keep: Request | None = None) -> None:
+        victim = max((r for r in self.running if r is not keep), key=_rank)
         self.running.remove(victim)
         self._close(victim, cache=True)
         victim.preemptions += 1
-        self.waiting.appendleft(victim)
+        self.submit(victim)
         self._starved = True
 
     def _close(self, request: Request, *, cache: bool) -> None:
         if request.seq is not None:
             self._manager.close(request.seq, cache=cache)
             request.seq = None
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
