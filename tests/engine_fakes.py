@@ -77,7 +77,7 @@ class FakeRunner:
         self.losses -= 1
         for g in range(len(self._manager.groups)):
             self._pages[g][self._manager.free_slots(g)] = -(10**9)
-        logits = torch.zeros(len(spans), VOCAB)
+        logits = torch.zeros(len(spans), self.vocab_size)
         for row, span in enumerate(spans):
             logits[row, self._next(span)] = 1.0
             if self.nan_at in np.atleast_1d(span.token_ids):

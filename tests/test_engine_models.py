@@ -187,6 +187,8 @@ def bad_requests(limit: int) -> list[tuple[type[errors.HybridKVError], Any, Any]
         (errors.TokenOutOfRange, [-1], one),
         (errors.TokenOutOfRange, [good, [2**40]], one),
         (errors.TokenOutOfRange, good, SamplingParams(stop_token_ids=(VOCAB,))),
+        (errors.TokenOutOfRange, good, SamplingParams(logit_bias={3: 1.0, VOCAB: -5.0})),
+        (errors.InvalidSampling, good, SamplingParams(min_tokens=1, stop_token_ids=tuple(range(VOCAB)))),
         (errors.PromptTooLong, [1] * (limit + 1), one),
         (errors.PromptTooLong, good, SamplingParams(max_tokens=2**31 - 1)),
         (errors.PromptTooLong, [good, good], [one, SamplingParams(max_tokens=limit)]),

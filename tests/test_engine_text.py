@@ -134,6 +134,22 @@ def test_stop_strings_equal_a_search_of_the_whole_text() -> None:
         assert "".join(out) == seen[: min(seen.find(one) for one in stop if one in seen)]
 
 
+@pytest.mark.parametrize("parts", [["a E", "N", "D b"], ["a END b"], ["a E", "ND"]])
+def test_a_stop_string_may_stay_in_the_text(parts: list[str]) -> None:
+    stops = StopStrings(["D", "END"], include=True)
+    assert "".join(stops.push(part) for part in parts) == "a END"
+    assert stops.found
+    shortest = StopStrings(["ENDS", "END", "EN"], include=True)
+    assert shortest.push("a ENDS") == "a EN"
+
+
+def test_text_before_the_output_may_stop_is_in_no_stop_string(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = OutputText(byte_tokenizer, ("ab",))
+    tokens = byte_tokenizer.encode("abaabx")
+    got = "".join(text.push(token, may_stop=i >= 3) for i, token in enumerate(tokens[:5]))
+    assert (got, text.stopped) == ("aba", True)
+
+
 def test_output_text_without_a_tokenizer_is_empty() -> None:
     text = OutputText(None, ())
     assert text.push(5) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hybridkv.engine.adjust import adjust
 from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.sampler import SamplerState, apply_penalties, draw, sample, warp
+from hybridkv.engine.sampler import draw, sample, warp
+from hybridkv.engine.sampler_state import SamplerState
 from hybridkv.errors import HybridKVError, InvalidSampling
 
 NAN, INF = float("nan"), float("inf")
@@ -32,10 +35,15 @@ NAN, INF = float("nan"), float("inf")
         *[("min_p", value) for value in (-0.1, 1.1, NAN, None)],
         *[("repetition_penalty", value) for value in (0.0, -1.0, NAN, INF, "1")],
         *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, INF)],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, "1")],
+        *[("logit_bias", value) for value in (5, {1: 101}, {1: -100.5}, {1: NAN}, {-1: 0}, {"1": 0}, {1.5: 0}, [1, 2])],
+        *[("logit_bias", value) for value in ([(1, 2, 3)], [(1, 2), (1, 3)], {True: 1}, {2**31: 1}, {1: None})],
+        *[("min_tokens", value) for value in (-1, 65, 1.0, "1", True)],
         *[("seed", value) for value in (-1, 2**63, 1.5, "7", True)],
         *[("stop", value) for value in ("", ("a", ""), 5, (b"a",), [None])],
         *[("stop_token_ids", value) for value in (-1, [-1], "12", [1.5], [True], 2.5)],
         *[("ignore_eos", value) for value in (1, "yes", None)],
+        *[("include_stop_str_in_output", value) for value in (0, "yes", None)],
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
@@ -53,6 +61,9 @@ def test_defaults_are_greedy_and_values_are_normalised() -> None:
     assert params.stop_token_ids == (3, 4)
     assert isinstance(params.temperature, float)
     assert SamplingParams(stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
+    biased = SamplingParams(logit_bias={9: -100, 2: 1.5})
+    assert biased.logit_bias == ((2, 1.5), (9, -100.0))
+    assert hash(biased) == hash(SamplingParams(logit_bias=((9, -100.0), (2, 1.5))))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 1  # type: ignore[misc]
 
@@ -118,13 +129,98 @@ def test_penalties_equal_transformers_and_the_definition() -> None:
         for token in output:
             state.append(token)
     got = logits.clone()
-    apply_penalties(got, states)
+    adjust(got, states)
     seen = torch.tensor([prompt + output])
     presence = torch.zeros(60)
     presence[[5, 7]] = 1.0
     for row, one in enumerate(params):
         expected = RepetitionPenaltyLogitsProcessor(one.repetition_penalty)(seen, logits[row : row + 1].clone())[0]
         torch.testing.assert_close(got[row], expected - one.presence_penalty * presence)
+
+
+def adjusted_one_by_one(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> Any:
+    """The definition, token by token."""
+    row = logits.tolist()
+    biases = dict(params.logit_bias)
+    for token in range(len(row)):
+        row[token] += biases.get(token, 0.0)
+        if token in prompt or token in output:
+            factor = params.repetition_penalty
+            row[token] = row[token] * factor if row[token] < 0 else row[token] / factor
+        row[token] -= params.presence_penalty * (token in output) + params.frequency_penalty * output.count(token)
+        if token in STOPS and len(output) < params.min_tokens:
+            row[token] = -INF
+    return torch.tensor(row)
+
+
+STOPS = (0, 17, 39)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    def maybe(value: Any, default: Any) -> Any:
+        return value if rng.random() < 0.5 else default
+
+    return SamplingParams(
+        temperature=maybe(rng.uniform(0.2, 2), 0.0),
+        top_k=maybe(rng.randrange(1, 60), 0),
+        top_p=maybe(rng.uniform(0.1, 1), 1.0),
+        min_p=maybe(rng.uniform(0, 0.2), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        logit_bias=maybe({rng.randrange(40): rng.uniform(-100, 100) for _ in range(rng.randrange(5))}, {}),
+        min_tokens=maybe(rng.randrange(12), 0),
+        seed=rng.randrange(100),
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_mixed_batch_equals_every_row_by_itself(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randrange(1, 9)
+    params = [random_params(rng) for _ in range(count)]
+    prompts = [[rng.randrange(40) for _ in range(rng.randrange(1, 12))] for _ in range(count)]
+    outputs = [[rng.randrange(40) for _ in range(rng.randrange(9))] for _ in range(count)]
+    logits = logits_of(count, 40, seed)
+
+    def states_of(rows: range) -> list[SamplerState]:
+        states = [SamplerState(params[row], prompts[row], STOPS) for row in rows]
+        for state, row in zip(states, rows, strict=True):
+            for token in outputs[row]:
+                state.append(token)
+        return states
+
+    got = logits.clone()
+    adjust(got, states_of(range(count)))
+    for row in range(count):
+        expected = adjusted_one_by_one(logits[row], params[row], prompts[row], outputs[row])
+        torch.testing.assert_close(got[row], expected, rtol=1e-5, atol=1e-5)
+    together = sample(logits.clone(), states_of(range(count)))
+    alone = [sample(logits[row : row + 1].clone(), states_of(range(row, row + 1)))[0] for row in range(count)]
+    assert together == alone
+    for row, token in enumerate(together):
+        assert token not in STOPS or len(outputs[row]) >= params[row].min_tokens
+        if params[row].greedy:
+            assert token == int(got[row].argmax())
+
+
+def test_a_bias_of_a_hundred_decides() -> None:
+    logits = logits_of(2, 50)
+    best = logits.argmax(-1).tolist()
+    states = [
+        SamplerState(SamplingParams(logit_bias={7: 100}), [0]),
+        SamplerState(SamplingParams(temperature=1.0, logit_bias={best[1]: -100}, seed=1), [0]),
+    ]
+    tokens = [sample(logits.clone(), states) for _ in range(50)]
+    assert {first for first, _ in tokens} == {7}
+    assert best[1] not in {second for _, second in tokens}
+
+
+def test_rows_without_features_are_not_touched() -> None:
+    logits = logits_of(3, 50)
+    got = logits.clone()
+    adjust(got, [SamplerState(SamplingParams(temperature=t, seed=1), [1, 2], STOPS) for t in (0.0, 1.0, 0.5)])
+    assert torch.equal(got, logits)
 
 
 def test_draws_follow_the_probabilities() -> None:

@@ -64,8 +64,10 @@ class Detokenizer:
 class StopStrings:
     """Finds the first stop string in text that arrives in pieces, and holds back what may be the start of one."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        """Look for `stop`; with `include`, the one that ends the text is part of it."""
         self._stop = tuple(stop)
+        self._include = include
         self._held = ""
         self.found = False
 
@@ -74,11 +76,12 @@ class StopStrings:
         if not self._stop:
             return text
         text = self._held + text
-        starts = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
-        if starts:
+        found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
+        if found:
             self.found = True
             self._held = ""
-            return text[: min(starts)]
+            start, size = min(found)
+            return text[: start + size * self._include]
         held = self._unsettled(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -100,9 +103,9 @@ class StopStrings:
 class OutputText:
     """The text of one request; empty without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str], *, include_stop: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop, include=include_stop)
         self._pieces: list[str] = []
 
     @property
@@ -114,11 +117,12 @@ class OutputText:
     def text(self) -> str:
         return "".join(self._pieces)
 
-    def push(self, token: int) -> str:
-        """Characters that are final with this token."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Characters that are final with this token; those that came before it `may_stop` are in no stop string."""
         if self._detokenizer is None:
             return ""
-        return self._keep(self._stops.push(self._detokenizer.push(token)))
+        text = self._detokenizer.push(token)
+        return self._keep(self._stops.push(text) if may_stop else text)
 
     def finish(self) -> str:
         """The characters still held back, at the end of the output."""

@@ -25,7 +25,7 @@ from hybridkv.engine.prompts import (
 )
 from hybridkv.engine.request import Request
 from hybridkv.engine.scheduler import Plan, Scheduler
-from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError, TokenOutOfRange
+from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError
 from hybridkv.hashing import Salt
 from hybridkv.hf.paged_cache import PagedCache, paged_cache
 from hybridkv.hf.runner import ModelRunner
@@ -234,7 +234,7 @@ class Engine:
         for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
             try:
                 self._limits.check(tokens, one)
-                self._check_stops(one)
+                self._check_ids(one)
             except RequestError as error:
                 if len(lists) == 1:
                     raise
@@ -258,14 +258,10 @@ class Engine:
             )
         return requests
 
-    def _check_stops(self, params: SamplingParams) -> None:
+    def _check_ids(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
             raise InvalidSampling("stop strings need a tokenizer; pass one to wrap(), or use stop_token_ids")
-        for token in params.stop_token_ids:
-            if token >= self._limits.vocab_size:
-                raise TokenOutOfRange(
-                    f"stop token id {token} is outside the vocabulary; ids are 0 to {self._limits.vocab_size - 1}"
-                )
+        self._limits.check_params(params)
 
 
 def _output(request: Request) -> RequestOutput:

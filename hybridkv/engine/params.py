@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from hybridkv.errors import InvalidSampling
 
@@ -26,9 +27,15 @@ class SamplingParams:
         repetition_penalty: above 0; logits of tokens seen in prompt or output are divided by it if positive and
             multiplied if negative. 1 is off.
         presence_penalty: -2 to 2; subtracted from the logit of every token already generated. 0 is off.
+        frequency_penalty: -2 to 2; subtracted from the logit of a token once for each time it was generated. 0 is off.
+        logit_bias: token id -> number from -100 to 100 added to its logit, before everything else; at the ends of
+            the range a token is practically banned or forced. Kept as pairs sorted by id. No token twice.
+        min_tokens: generate at least this many tokens, 0 to max_tokens: before that, tokens that would end the
+            output (end of sequence, stop_token_ids) cannot be drawn and stop strings are not looked for.
         seed: makes the draws of this request repeatable whatever runs beside it. None takes one from torch's
             default generator, so `torch.manual_seed` makes a whole program repeatable.
         stop: strings that end the output; the text is cut before the first one.
+        include_stop_str_in_output: cut the text after the stop string instead.
         stop_token_ids: token ids that end the output. The id is part of `token_ids`, never of the text.
         ignore_eos: go on after the model's end-of-sequence tokens.
 
@@ -43,10 +50,14 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT))
@@ -56,14 +67,17 @@ class SamplingParams:
         self._set("min_p", _number("min_p", self.min_p, "from 0 to 1", lambda p: 0 <= p <= 1))
         penalty = _number("repetition_penalty", self.repetition_penalty, "above 0", lambda r: r > 0)
         self._set("repetition_penalty", penalty)
-        presence = _number("presence_penalty", self.presence_penalty, "from -2 to 2", lambda p: -2 <= p <= 2)
-        self._set("presence_penalty", presence)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._set(name, _number(name, getattr(self, name), "from -2 to 2", lambda p: -2 <= p <= 2))
+        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, 0, _SEED_LIMIT))
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _ids(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidSampling(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSampling(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -74,7 +88,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -114,3 +128,18 @@ def _ids(value: object) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise InvalidSampling(f"stop_token_ids must be token ids, got {value!r}")
     return tuple(_integer("a stop token id", token, 0, MAX_TOKENS_LIMIT) for token in value)
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    given: Any = value.items() if isinstance(value, Mapping) else value
+    try:
+        pairs = [(token, bias) for token, bias in given]
+    except (TypeError, ValueError):
+        raise InvalidSampling(f"logit_bias must map token ids to numbers, got {value!r}") from None
+    biases = {}
+    for token, bias in pairs:
+        token = _integer("a token id of logit_bias", token, 0, MAX_TOKENS_LIMIT)
+        biases[token] = _number(f"logit_bias of token {token}", bias, "from -100 to 100", lambda b: -100 <= b <= 100)
+    if len(biases) < len(pairs):
+        raise InvalidSampling(f"logit_bias names {len(pairs) - len(biases)} tokens twice; give each token one number")
+    return tuple(sorted(biases.items()))

@@ -60,6 +60,25 @@ class Limits:
                 "give it more memory, shorten the prompt or lower max_tokens"
             )
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse parameters this vocabulary does not allow.
+
+        Raises:
+            TokenOutOfRange: a stop token or a token of logit_bias outside the vocabulary.
+            InvalidSampling: min_tokens where every token would end the output.
+        """
+        named = [("stop_token_ids names token id", token) for token in params.stop_token_ids]
+        for what, token in [*named, *(("logit_bias names token id", token) for token in dict(params.logit_bias))]:
+            if token >= self.vocab_size:
+                raise TokenOutOfRange(
+                    f"{what} {token}, which is outside the vocabulary; ids are 0 to {self.vocab_size - 1}"
+                )
+        if params.min_tokens and len(set(params.stop_token_ids)) >= self.vocab_size:
+            raise InvalidSampling(
+                f"min_tokens is {params.min_tokens} and all {self.vocab_size} tokens are stop tokens, "
+                "so none could be drawn"
+            )
+
 
 def token_lists(prompts: Prompts, tokenizer: Tokenizer | None) -> list[list[int]]:
     """Token ids of one prompt or several.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hybridkv.engine.detokenize import OutputText, Tokenizer
 from hybridkv.engine.outputs import FinishReason, RequestOutput, StreamEvent
 from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.sampler import SamplerState
+from hybridkv.engine.sampler_state import SamplerState
 from hybridkv.errors import HybridKVError, UsageError
 from hybridkv.hashing import Salt
 from hybridkv.sequence import Sequence as ManagedSequence
@@ -59,9 +59,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.state = SamplerState(self.params, self.prompt)
+        self.state = SamplerState(self.params, self.prompt, self.stop_ids)
         self._array = np.array(self.prompt, dtype=np.int64)
-        self._text = OutputText(self.tokenizer, self.params.stop)
+        self._text = OutputText(self.tokenizer, self.params.stop, include_stop=self.params.include_stop_str_in_output)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -122,8 +122,10 @@ class Request:
             self._first = time.perf_counter()
         self.tokens.append(token)
         self.state.append(token)
-        text = "" if token in self.stop_ids else self._text.push(token)
-        last = token in self.stop_ids or len(self.tokens) - len(self.prompt) >= self.params.max_tokens
+        count = len(self.tokens) - len(self.prompt)
+        may_stop = count >= self.params.min_tokens
+        text = "" if token in self.stop_ids else self._text.push(token, may_stop=may_stop)
+        last = token in self.stop_ids or count >= self.params.max_tokens
         if last:
             text += self._text.finish()
         if token in self.stop_ids or self._text.stopped:

@@ -1,82 +1,38 @@
 """From logits to one token per request, in one call for a whole batch.
 
-Order of the steps, as in transformers: repetition penalty, presence penalty, temperature, top-k, top-p, min-p, draw.
-Every step works on the rows that ask for it; a greedy row costs its argmax.
+Order of the steps: logit bias, repetition penalty, presence and frequency penalties, tokens banned by min_tokens,
+temperature, top-k, top-p, min-p, draw; where transformers has a step too, it has this order. Every step works on the
+rows that ask for it; a greedy row costs its argmax.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hybridkv.engine.adjust import adjust, column
 from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.sampler_state import SamplerState
 from hybridkv.errors import HybridKVError
 
 _TOP_P_HEAD = 512
 _Step = Callable[[Tensor, list[SamplingParams]], None]
 
 
-class _TokenSet:
-    """Distinct token ids that only grow, ready to become an array without a walk in Python."""
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._known = set(tokens)
-        self.ids = array("q", self._known)
-
-    def add(self, token: int) -> None:
-        if token not in self._known:
-            self._known.add(token)
-            self.ids.append(token)
-
-
-class SamplerState:
-    """What sampling remembers of one request: its random generator and, under penalties, the tokens it has seen."""
-
-    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
-        self.params = params
-        self._generator: torch.Generator | None = None
-        if not params.greedy:
-            seed = params.seed
-            if seed is None:
-                seed = int(torch.randint(2**63 - 1, ()).item())
-            self._generator = torch.Generator().manual_seed(seed)
-        self._seen = _TokenSet(prompt) if params.repetition_penalty != 1.0 else _TokenSet()
-        self._generated = _TokenSet()
-
-    def append(self, token: int) -> None:
-        """Note a generated token."""
-        if self.params.penalised:
-            self._generated.add(token)
-            self._seen.add(token)
-
-    def seen(self) -> array[int]:
-        """Distinct tokens the repetition penalty is about: of the prompt and generated."""
-        return self._seen.ids
-
-    def generated(self) -> array[int]:
-        """Distinct tokens the presence penalty is about: generated only."""
-        return self._generated.ids
-
-    def uniform(self) -> float:
-        """The next number in [0, 1) of this request's own stream."""
-        return float(torch.rand((), dtype=torch.float64, generator=self._generator).item())
-
-
 def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[int]:
     """One token for each request.
 
     Args:
-        logits: float32 [requests, vocab], on any device. Changed in place where a request has penalties.
+        logits: float32 [requests, vocab], on any device. Changed in place where a request has
+            biases, penalties or banned tokens.
         states: one per row; a row that draws takes one number from its state's generator.
 
     Raises:
         HybridKVError: a row holds a NaN.
     """
-    apply_penalties(logits, states)
+    adjust(logits, states)
     best = logits.max(dim=-1)
     if bool(best.values.isnan().any()):
         row = int(best.values.isnan().nonzero()[0, 0])
@@ -95,20 +51,6 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[int]:
     return tokens
 
 
-def apply_penalties(logits: Tensor, states: Sequence[SamplerState]) -> None:
-    """Repetition and presence penalties on float logits [requests, vocab], in place."""
-    repeating = [i for i, state in enumerate(states) if state.params.repetition_penalty != 1.0]
-    if repeating:
-        rows, ids = _pairs(repeating, [states[i].seen() for i in repeating], logits.device)
-        factors = _column([state.params.repetition_penalty for state in states], logits)[rows, 0]
-        values = logits[rows, ids]
-        logits[rows, ids] = torch.where(values < 0, values * factors, values / factors)
-    present = [i for i, state in enumerate(states) if state.params.presence_penalty != 0.0]
-    if present:
-        rows, ids = _pairs(present, [states[i].generated() for i in present], logits.device)
-        logits[rows, ids] -= _column([state.params.presence_penalty for state in states], logits)[rows, 0]
-
-
 def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p and min-p; dropped tokens become -inf.
 
@@ -118,7 +60,7 @@ def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     # Shifting by the maximum first keeps tiny temperatures from overflowing; probabilities do not change.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
-    scores = shifted / _column([p.temperature for p in params], logits).clamp_min(torch.finfo(logits.dtype).tiny)
+    scores = shifted / column([p.temperature for p in params], logits).clamp_min(torch.finfo(logits.dtype).tiny)
     vocab = scores.shape[-1]
     _on_rows(scores, [i for i, p in enumerate(params) if 0 < p.top_k < vocab], params, _top_k)
     _on_rows(scores, [i for i, p in enumerate(params) if p.top_p < 1.0], params, _top_p)
@@ -154,7 +96,7 @@ def _top_k(scores: Tensor, params: list[SamplingParams]) -> None:
 
 
 def _top_p(scores: Tensor, params: list[SamplingParams]) -> None:
-    limits = _column([p.top_p for p in params], scores)
+    limits = column([p.top_p for p in params], scores)
     probs = scores.softmax(dim=-1)
     head = min(_TOP_P_HEAD, scores.shape[-1])
     values, order = probs.topk(head, dim=-1)
@@ -170,20 +112,9 @@ def _top_p(scores: Tensor, params: list[SamplingParams]) -> None:
 
 def _min_p(scores: Tensor, params: list[SamplingParams]) -> None:
     probs = scores.softmax(dim=-1)
-    floor = _column([p.min_p for p in params], scores) * probs.amax(dim=-1, keepdim=True)
+    floor = column([p.min_p for p in params], scores) * probs.amax(dim=-1, keepdim=True)
     scores.masked_fill_(probs < floor, -torch.inf)
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _index(rows: Iterable[int], device: torch.device) -> Tensor:
     return torch.tensor(list(rows), device=device)
-
-
-def _pairs(rows: list[int], ids: list[array[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Flat (row, token) index pairs."""
-    sizes = [len(tokens) for tokens in ids]
-    flat = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in ids])
-    return torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device), torch.from_numpy(flat).to(device)
