@@ -39,12 +39,13 @@ class TokenIndex:
         rows: int64 [n], each below the group's page_tokens.
     """
 
-    __slots__ = ("_flat", "rows", "slots")
+    __slots__ = ("_flat", "_pairs", "rows", "slots")
 
     def __init__(self, slots: Tensor, rows: Tensor) -> None:
         self.slots = slots
         self.rows = rows
         self._flat: dict[int, Tensor] = {}
+        self._pairs: dict[tuple[int, int], Tensor] = {}
 
     def flat(self, per_slot: int) -> Tensor:
         """Row numbers where consecutive slots are `per_slot` rows apart, computed once for all layers of a group."""
@@ -53,18 +54,28 @@ class TokenIndex:
             index = self._flat[per_slot] = self.slots * per_slot + self.rows
         return index
 
+    def pairs(self, per_slot: int, apart: int) -> Tensor:
+        """`flat`, and after it the same rows `apart` rows further on, [2n]."""
+        index = self._pairs.get((per_slot, apart))
+        if index is None:
+            rows = self.flat(per_slot)
+            index = self._pairs[per_slot, apart] = torch.cat((rows, rows + apart))
+        return index
 
-class _View(NamedTuple):
+
+class View(NamedTuple):
     """One part of one entry.
 
     `pages` is [slots, page_tokens, *shape] or [slots, *shape]. `rows` is the same memory as [rows, items of one token
     or state], which torch indexes at the speed of a copy; slot s begins at row s * per_slot. None where pages are not
-    a whole number of tokens apart.
+    a whole number of tokens apart. `apart` is where the rows of the entry's next part begin, counted in rows from those
+    of this one, if it has rows of the same width and dtype, else None; `rows` reaches over them too.
     """
 
     pages: Tensor
     rows: Tensor | None
     per_slot: int
+    apart: int | None = None
 
 
 class PoolStorage:
@@ -96,6 +107,10 @@ class PoolStorage:
                 for g, plan in enumerate(layout.plans)
             )
             self._bytes = tuple(self._page_rows(g, plan) for g, plan in enumerate(layout.plans))
+
+    def views(self, g: int, entry: int) -> tuple[View, ...]:
+        """The parts of one layer's entry."""
+        return self._views[g][entry]
 
     def part(self, g: int, entry: int, part: int) -> Tensor:
         """A strided view over the whole pool: [slots, page_tokens, *shape], or [slots, *shape] for a state group."""
@@ -156,7 +171,7 @@ class PoolStorage:
     def _batch_limits(self) -> tuple[int, ...]:
         return tuple(max(1, _COPY_BYTES // plan.stride) for plan in self.layout.plans)
 
-    def _view(self, g: int, plan: GroupPlan, entry: int, index: int) -> _View:
+    def _view(self, g: int, plan: GroupPlan, entry: int, index: int) -> View:
         part = plan.group.parts[index]
         dtype, item = _dtype(part), part.item_bytes
         offset = plan.offsets[entry][index]
@@ -170,12 +185,12 @@ class PoolStorage:
         shape = part.shape if plan.group.is_state else (plan.group.page_tokens, *part.shape)
         pages = typed.as_strided((slots, *shape), (stride, *_contiguous(shape)), start)
         if plan.group.is_state:
-            return _View(pages, typed.as_strided((slots, width), (stride, 1), start), 1)
+            return View(pages, typed.as_strided((slots, width), (stride, 1), start), 1)
         if stride % width:
-            return _View(pages, None, 0)
-        per_slot = stride // width
-        rows = (slots - 1) * per_slot + plan.group.page_tokens
-        return _View(pages, typed.as_strided((rows, width), (width, 1), start), per_slot)
+            return View(pages, None, 0)
+        per_slot, apart = stride // width, _apart(plan, entry, index)
+        rows = (slots - 1) * per_slot + plan.group.page_tokens + (apart or 0)
+        return View(pages, typed.as_strided((rows, width), (width, 1), start), per_slot, apart)
 
     def _page_rows(self, g: int, plan: GroupPlan) -> Tensor:
         """Whole pages as [slots, items], in the widest integers that fit, because copies move items one by one."""
@@ -205,7 +220,19 @@ def _batches(copies: Sequence[PageCopy], limits: Sequence[int]) -> Iterator[tupl
         yield group, sources, targets
 
 
-def _flat(view: _View) -> Tensor:
+def _apart(plan: GroupPlan, entry: int, index: int) -> int | None:
+    """Rows between a part and the next one of its entry, if the two can be read as one."""
+    parts, offsets = plan.group.parts, plan.offsets[entry]
+    if index + 1 == len(parts) or (parts[index].shape, parts[index].dtype) != (
+        parts[index + 1].shape,
+        parts[index + 1].dtype,
+    ):
+        return None
+    apart, rest = divmod(offsets[index + 1] - offsets[index], parts[index].nbytes)
+    return apart if apart > 0 and not rest else None
+
+
+def _flat(view: View) -> Tensor:
     return view.pages.flatten(1) if view.rows is None else view.rows
 
 

@@ -50,7 +50,7 @@ MIXES = {
 class Pages:
     """Random pages for some sequences of one group; all that nobody wrote is NaN."""
 
-    def __init__(self, kind: str, lengths: list[int], counts: list[int]) -> None:
+    def __init__(self, kind: str, lengths: list[int], counts: list[int], *, scattered: bool = True) -> None:
         params = KINDS[kind]
         entry = CacheEntry(0, kind, attention_parts(KV_HEADS, DIM, "float32"), tuple(params.items()))
         layout = plan_layout(group_entries([entry], PAGE), 1 << 20, PAGE)
@@ -58,7 +58,7 @@ class Pages:
         self.storage = PoolStorage(layout, poison=True)
         self.entry = Entry(self.storage, 0, 0)
         self.lengths, self.counts = np.array(lengths), np.array(counts)
-        free = np.random.default_rng(0).permutation(layout.slots(0))
+        free = np.random.default_rng(0).permutation(layout.slots(0)) if scattered else np.arange(layout.slots(0))
         self.held: list[TokenPages] = []
         for length, count in zip(lengths, counts, strict=True):
             pages = set(range(length // PAGE, -(-(length + count) // PAGE)))
@@ -68,10 +68,11 @@ class Pages:
             slots, free = free[: len(pages)], free[len(pages) :]
             self.held.append(TokenPages(np.array(sorted(pages)), slots))
 
-    def plan(self) -> TokenPlan:
-        table = PageTable(self.held, PAGE, torch.device("cpu"))
+    def plan(self, in_place_from: int | None = None) -> TokenPlan:
+        cpu = torch.device("cpu")
+        table = PageTable(self.held, PAGE, cpu)
         singles = int((self.counts == 1).sum())
-        return plan_tokens(self.rule, table, self.lengths, self.counts, singles, torch.float32, torch.device("cpu"))
+        return plan_tokens(self.rule, table, self.lengths, self.counts, singles, torch.float32, cpu, in_place_from)
 
     def fill(self, i: int, keys: Tensor, values: Tensor) -> None:
         """Write a sequence's past [kv heads, tokens, dim], as far as it is held."""
@@ -105,19 +106,22 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, pages: Pages, length:
     return torch.stack(outputs).float()
 
 
+@pytest.mark.parametrize("in_place_from", [None, 1], ids=["gathered", "in place"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("scoring", SCORING)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_attention_equals_one_token_at_a_time(
-    kind: str, scoring: str, mix: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, scoring: str, mix: str, in_place_from: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "_MASK_ITEMS", 1)  # several blocks even here
+    monkeypatch.setattr(planning, "_RUN_PAGES", 1)
     lengths, counts = MIXES[mix]
     torch.manual_seed(0)
-    pages = Pages(kind, lengths, counts)
+    pages = Pages(kind, lengths, counts, scattered=in_place_from is None)
     total = sum(counts)
     query, own_keys, own_values = torch.randn(HEADS, total, DIM), torch.randn(2, total, DIM), torch.randn(2, total, DIM)
-    plan = pages.plan()
+    plan = pages.plan(in_place_from)
+    assert bool(plan.in_place) == (in_place_from is not None and 1 in counts and max(lengths) > 2 * PAGE)
     expected, at = [], 0
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         past_keys, past_values = torch.randn(2, length, DIM), torch.randn(2, length, DIM)
@@ -162,6 +166,26 @@ def test_masks_of_a_long_history_stay_small() -> None:
 def test_one_long_request_does_not_pad_all_others() -> None:
     plan = Pages("full_attention", [1000, 40, 39, 5], [1, 1, 1, 1]).plan()
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 1), (1, 4)]
+
+
+def test_a_long_past_in_adjacent_pages_is_read_where_it_lies() -> None:
+    lengths = [1003, 900, 90]
+    (long, other) = Pages("full_attention", lengths, [1, 1, 1], scattered=False).plan(512).in_place
+    assert long.runs == ((0, 125),)
+    assert other.runs == ((126, 238),)
+    assert long.rest.rows.tolist() == [3, 0, 1, 2]
+    scattered = Pages("full_attention", lengths, [1, 1, 1]).plan(512)
+    assert scattered.in_place == ()
+    assert [(bucket.start, bucket.stop) for bucket in scattered.buckets] == [(0, 2), (2, 3)]
+
+
+def test_spans_between_those_read_in_place_are_gathered() -> None:
+    pages = Pages("full_attention", [1000, 990, 980, 970], [1, 1, 1, 1], scattered=False)
+    slots = np.random.default_rng(0).permutation(pages.held[1].slots)
+    pages.held[1] = TokenPages(pages.held[1].pages, slots)
+    plan = pages.plan(512)
+    assert [span.token for span in plan.in_place] == [0, 2, 3]
+    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(1, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

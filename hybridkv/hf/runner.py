@@ -116,10 +116,12 @@ class ModelRunner:
             raise UsageError("this runner is closed")
         if self.model.training:
             raise UsageError("the model is in training mode; call model.eval() before the next pass")
-        with torch.no_grad():
+        # Also without autograd, a tensor that counts its versions costs; a decode step is a thousand tiny operations.
+        with torch.inference_mode():
             self.settle()
-            logits = self._pass.logits(self.manager, self.storage, spans).float()
-        return logits
+            logits = self._pass.logits(self.manager, self.storage, spans)
+        # Copied outside, so that a caller may change it in place.
+        return logits.to(torch.float32, copy=True)
 
     def copy_pages(self) -> None:
         """Run the manager's pending page copies. If that fails, pages may hold anything and `losses` has grown."""

@@ -15,6 +15,7 @@ from hybridkv.entries import LayerGroup
 from hybridkv.errors import UsageError
 from hybridkv.manager import GroupManager
 from hybridkv.ops.gathered import Gathering, plan_gathering
+from hybridkv.ops.inplace import in_place_from
 from hybridkv.ops.planning import PageTable, plan_tokens
 from hybridkv.ops.spans import Entry, StateChunk, StatePlan, TokenPlan
 from hybridkv.sequence import Sequence as Request
@@ -122,7 +123,9 @@ class PackedStep:
             else:
                 held = [manager.token_pages(request, g) for request in requests]
                 table = PageTable(held, group.page_tokens, device)
-                plan = self._tokens[g] = plan_tokens(group.rule, table, lengths, counts, singles, dtype, device)
+                least = in_place_from(group, device, dtype)
+                plan = plan_tokens(group.rule, table, lengths, counts, singles, dtype, device, least)
+                self._tokens[g] = plan
                 if group.is_latent:
                     self._gatherings[g] = plan_gathering(group.rule, table, plan, lengths, counts, dtype, device)
 

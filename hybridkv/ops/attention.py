@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybridkv.ops.inplace import attend_in_place, everything
 from hybridkv.ops.spans import Bucket, Entry, TokenChunk, TokenPlan
 
 _SCORE_ITEMS = 1 << 24
@@ -55,25 +56,37 @@ def packed_attention(
     Returns:
         [tokens, heads, value dim]
     """
+    if len(plan.buckets) == 1 and not plan.chunks and not plan.in_place:
+        return _singles(query, key.shape[0], plan.buckets[0], entry, scoring)
     output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
     for bucket in plan.buckets:
-        output[bucket.start : bucket.stop] = _singles(query, key.shape[0], bucket, entry, scoring)
+        output[bucket.start : bucket.stop] = _singles(
+            query[:, bucket.start : bucket.stop], key.shape[0], bucket, entry, scoring
+        )
+    for span in plan.in_place:
+        if scoring.fused and scoring.softcap is None:
+            output[span.token] = attend_in_place(query[:, span.token], span, entry, scoring.scale, scoring.sinks)
+        else:
+            tokens = everything(span, entry.views[KEY].pages.shape[1])
+            bucket = Bucket(span.token, span.token + 1, tokens, None)
+            output[bucket.start : bucket.stop] = _singles(
+                query[:, bucket.start : bucket.stop], key.shape[0], bucket, entry, scoring
+            )
     for chunk in plan.chunks:
         keys, values = key[:, chunk.start : chunk.stop], value[:, chunk.start : chunk.stop]
         if chunk.history is not None:
-            keys = entry.read_tokens(KEY, chunk.history).to(query.dtype).transpose(0, 1)
-            values = entry.read_tokens(VALUE, chunk.history).to(query.dtype).transpose(0, 1)
+            keys, values = (read.transpose(0, 1) for read in entry.read_pair(KEY, chunk.history, query.dtype))
         attend_chunk(query, keys, values, chunk, scoring, output)
     return output
 
 
 def _singles(query: Tensor, kv_heads: int, bucket: Bucket, entry: Entry, scoring: Scoring) -> Tensor:
-    rows = bucket.stop - bucket.start
+    heads, rows, dim = query.shape
     # The query heads of one KV head act as the queries of a batch row, so no key is ever repeated.
-    asked = query[:, bucket.start : bucket.stop].transpose(0, 1).unflatten(1, (kv_heads, -1))
+    asked = query.transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
     keys, values = (
-        entry.read_tokens(part, bucket.tokens).to(query.dtype).unflatten(0, (rows, -1)).transpose(1, 2)
-        for part in (KEY, VALUE)
+        read.view(rows, -1, *read.shape[1:]).transpose(1, 2)
+        for read in entry.read_pair(KEY, bucket.tokens, query.dtype)
     )
     sinks = None if scoring.sinks is None else scoring.sinks.view(1, kv_heads, -1, 1)
     return attend(asked, keys, values, bucket.mask, False, scoring, sinks).flatten(1, 2)

@@ -9,13 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridkv.ops.spans import Block, Bucket, Ints, TokenChunk, TokenPlan
+from hybridkv.ops.spans import Block, Bucket, InPlace, Ints, TokenChunk, TokenPlan
 from hybridkv.rules import Rule
 from hybridkv.sequence import TokenPages
 from hybridkv.storage import TokenIndex
 
 _MASK_ITEMS = 1 << 22
 """Largest attention mask of one block, in items."""
+
+_RUN_PAGES = 16
+"""Least pages of a run, on average, for which reading in place beats gathering."""
 
 
 class PageTable:
@@ -27,14 +30,21 @@ class PageTable:
         firsts = np.array([first for first, _ in dense], np.int64)
         self._base = np.cumsum(sizes) - sizes - firsts
         self._slots = np.concatenate([slots for _, slots in dense]) if dense else np.zeros(0, np.int64)
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._device = device
 
     def index(self, sequences: Ints | int, positions: Ints) -> TokenIndex:
         """Where tokens lie; `sequences` are numbers in the order given and broadcast against `positions`."""
-        pages, rows = np.divmod(positions, self._page_tokens)
+        pages, rows = np.divmod(positions, self.page_tokens)
         slots = self._slots[self._base[sequences] + pages]
         return TokenIndex(self._tensor(slots), self._tensor(np.broadcast_to(rows, slots.shape)))
+
+    def runs(self, sequence: int, first: int, last: int) -> list[tuple[int, int]]:
+        """The slots of the pages [first, last) of a sequence, adjacent ones joined, as (start, stop) pairs."""
+        slots = self._slots[self._base[sequence] + first : self._base[sequence] + last]
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        starts, stops = slots[np.append(0, breaks)], slots[np.append(breaks, len(slots)) - 1] + 1
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values.flatten()).to(self._device)
@@ -53,7 +63,14 @@ def _dense(pages: Ints, slots: Ints) -> tuple[int, Ints]:
 
 
 def plan_tokens(
-    rule: Rule, table: PageTable, lengths: Ints, counts: Ints, singles: int, dtype: torch.dtype, device: torch.device
+    rule: Rule,
+    table: PageTable,
+    lengths: Ints,
+    counts: Ints,
+    singles: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_place_from: int | None = None,
 ) -> TokenPlan:
     """The plan of one token group.
 
@@ -65,30 +82,62 @@ def plan_tokens(
         singles: number of one-token spans, sorted by falling length.
         dtype: of masks, the one queries have.
         device: of masks and indices.
+        in_place_from: tokens of a past from which it is read where it lies, if its pages are adjacent; None for never.
     """
     sequences = np.repeat(np.arange(len(counts)), counts)
     stops = np.cumsum(counts)
     starts = stops - counts
     positions = np.arange(len(sequences)) - np.repeat(starts - lengths, counts)
-    buckets = tuple(_buckets(rule, table, lengths[:singles], dtype, device))
+    in_place: list[InPlace] = []
+    if in_place_from is not None and singles and lengths[0] >= in_place_from:
+        found = (_in_place(rule, table, i, lengths[i : i + 1], in_place_from) for i in range(singles))
+        in_place = [span for span in found if span is not None]
+    gathered = np.delete(np.arange(singles), [span.token for span in in_place])
+    buckets = tuple(_buckets(rule, table, gathered, lengths, dtype, device))
     chunks = tuple(
         _chunk(rule, table, i, positions[starts[i] : stops[i]], int(starts[i]), dtype, device)
         for i in range(singles, len(counts))
     )
-    return TokenPlan(table.index(sequences, positions), buckets, chunks)
+    return TokenPlan(table.index(sequences, positions), buckets, tuple(in_place), chunks)
 
 
-def _buckets(rule: Rule, table: PageTable, positions: Ints, dtype: torch.dtype, device: torch.device) -> list[Bucket]:
-    if len(positions) == 0:
+def _in_place(rule: Rule, table: PageTable, span: int, length: Ints, least: int) -> InPlace | None:
+    """How a one-token span reads its past where it lies, or None if it should be gathered."""
+    size = table.page_tokens
+    runs: list[tuple[int, int]] = []
+    rest = [length]
+    pages = 0
+    for start, stop in rule.needed(length):
+        a, b = int(start[0]), int(stop[0])
+        first, last = -(-a // size), b // size
+        if last > first:
+            pages += last - first
+            runs += table.runs(span, first, last)
+            rest += [np.arange(a, first * size), np.arange(last * size, b)]
+        else:
+            rest.append(np.arange(a, b))
+    if pages * size < least or len(runs) * _RUN_PAGES > pages:
+        return None
+    return InPlace(span, tuple(runs), table.index(span, np.concatenate(rest)))
+
+
+def _buckets(
+    rule: Rule, table: PageTable, spans: Ints, lengths: Ints, dtype: torch.dtype, device: torch.device
+) -> list[Bucket]:
+    """Gather the past of these one-token spans, sorted by falling length, a few neighbours at a time."""
+    if len(spans) == 0:
         return []
+    positions = lengths[spans]
     ranges = rule.needed(positions)
-    sizes = sum((stop - start for start, stop in ranges), np.ones(len(positions), np.int64))
+    sizes = sum((stop - start for start, stop in ranges), np.ones(len(spans), np.int64))
+    jumps = np.diff(spans, append=spans[-1] + 2) != 1
     found: list[Bucket] = []
     first = 0
-    while first < len(positions):
+    while first < len(spans):
         # Half-empty rows cost more than another call.
         close = sizes[first:] * 2 < sizes[first] if sizes[first] > 128 else np.zeros(1, bool)
-        last = first + int(close.argmax()) if close.any() else len(positions)
+        last = first + int(close.argmax()) if close.any() else len(spans)
+        last = min(last, first + int(jumps[first:].argmax()) + 1)
         own = positions[first:last, None]
         columns, valid = [], []
         for start, stop in ranges:
@@ -97,8 +146,9 @@ def _buckets(rule: Rule, table: PageTable, positions: Ints, dtype: torch.dtype, 
             columns.append(np.where(asked < stop, asked, own))
             valid.append(asked < stop)
         seen = np.hstack([*valid, np.ones_like(own, bool)])
-        index = table.index(np.arange(first, last)[:, None], np.hstack([*columns, own]))
-        found.append(Bucket(first, last, index, None if seen.all() else additive(seen, dtype, device)))
+        index = table.index(spans[first:last, None], np.hstack([*columns, own]))
+        mask = None if seen.all() else additive(seen, dtype, device)
+        found.append(Bucket(int(spans[first]), int(spans[last - 1]) + 1, index, mask))
         first = last
     return found
 

@@ -23,24 +23,41 @@ _KEPT_ITEMS = 1 << 23
 """Masks of one step that are kept for all layers of a group, in items."""
 
 
-class Entry(NamedTuple):
-    """The memory of one layer in one group."""
+class Entry:
+    """The memory of one layer in one group.
 
-    storage: PoolStorage
-    group: int
-    entry: int
+    Attributes:
+        views: its parts.
+    """
+
+    __slots__ = ("_entry", "_group", "_storage", "views")
+
+    def __init__(self, storage: PoolStorage, group: int, entry: int) -> None:
+        self.views = storage.views(group, entry)
+        self._storage = storage
+        self._group = group
+        self._entry = entry
 
     def read_tokens(self, part: int, index: TokenIndex) -> Tensor:
-        return self.storage.read_tokens(self.group, self.entry, part, index)
+        return self._storage.read_tokens(self._group, self._entry, part, index)
+
+    def read_pair(self, part: int, index: TokenIndex, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two adjacent parts of the tokens at `index`, a copy of each: [n, *shape]."""
+        view = self.views[part]
+        if view.rows is None or view.apart is None:
+            return self.read_tokens(part, index).to(dtype), self.read_tokens(part + 1, index).to(dtype)
+        rows = view.rows.index_select(0, index.pairs(view.per_slot, view.apart))
+        both = rows.view(2, -1, *view.pages.shape[2:]).to(dtype)
+        return both[0], both[1]
 
     def write_tokens(self, part: int, index: TokenIndex, values: Tensor) -> None:
-        self.storage.write_tokens(self.group, self.entry, part, index, values)
+        self._storage.write_tokens(self._group, self._entry, part, index, values)
 
     def read_states(self, part: int, slots: Tensor) -> Tensor:
-        return self.storage.read_states(self.group, self.entry, part, slots)
+        return self._storage.read_states(self._group, self._entry, part, slots)
 
     def write_states(self, part: int, slots: Tensor, values: Tensor) -> None:
-        self.storage.write_states(self.group, self.entry, part, slots, values)
+        self._storage.write_states(self._group, self._entry, part, slots, values)
 
 
 class StateChunk(NamedTuple):
@@ -88,6 +105,20 @@ class Bucket(NamedTuple):
     stop: int
     tokens: TokenIndex
     mask: Tensor | None
+
+
+class InPlace(NamedTuple):
+    """A one-token span that reads most of its past where it lies.
+
+    Attributes:
+        token: its packed token.
+        runs: slots [start, stop) of pages it needs all of; adjacent ones are one run.
+        rest: the tokens of other pages it needs, its own among them.
+    """
+
+    token: int
+    runs: tuple[tuple[int, int], ...]
+    rest: TokenIndex
 
 
 class Block(NamedTuple):
@@ -156,10 +187,12 @@ class TokenPlan:
 
     Attributes:
         own: where the pass's tokens are written, in packed order.
-        buckets: the one-token spans.
+        buckets: the one-token spans whose past is gathered.
+        in_place: the other one-token spans.
         chunks: the longer spans.
     """
 
     own: TokenIndex
     buckets: tuple[Bucket, ...]
+    in_place: tuple[InPlace, ...]
     chunks: tuple[TokenChunk, ...]
