@@ -321,8 +321,12 @@ def test_a_layer_that_nobody_described_is_named() -> None:
 
 
 def test_managers_of_different_models_do_not_share_a_key(jamba: PreTrainedModel) -> None:
-    assert build_manager(jamba, "1MiB")._model == "jamba"
-    assert build_manager(jamba, "1MiB", model="mine")._model == "mine"
+    seeds = [
+        build_manager(jamba, "1MiB", **options).open(IDS).seed
+        for options in ({}, {"model": "jamba"}, {"model": "mine"})
+    ]
+    assert seeds[0] == seeds[1], "named after its type where nothing else names it"
+    assert seeds[0] != seeds[2]
 
 
 def test_a_standard_cache_is_untouched_by_an_open_runner(jamba: PreTrainedModel) -> None:
