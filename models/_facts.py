@@ -34,11 +34,23 @@ class Facts:
         dtype: of K, V and conv states, by name ("bfloat16").
     """
 
-    def __init__(self, config: Config, family: str, dtype: str | None = None) -> None:
+    def __init__(self, config: Config, family: str, dtype: str | None = None, *, by_layer: bool = False) -> None:
+        """Read a config.
+
+        Args:
+            config: a transformers config object, or the mapping a config.json holds.
+            family: the model type, where the config names none.
+            dtype: of K, V and conv states; the config's own by default.
+            by_layer: the family asks `of_layer` for every size that single layers may override.
+
+        Raises:
+            UnsupportedModel: single layers override sizes, and the family does not ask for them.
+            MalformedConfig: the config's dtype is none.
+        """
         self._decoder = decoder_of(config)
         self.model_type = str(field_of(config, "model_type") or family)
         self.dtype = dtype_name(dtype) if dtype is not None else _config_dtype(self._decoder, config)
-        if _has_layer_overrides(self._decoder):
+        if not by_layer and _has_layer_overrides(self._decoder):
             raise UnsupportedModel(
                 f"this {self.model_type!r} model overrides sizes for single layers (per_layer_config), which hybridkv "
                 "does not read; build its cache entries by hand and pass them to hybridkv.group_entries()"
@@ -74,11 +86,42 @@ class Facts:
             raise MalformedConfig(f"field 'num_hidden_layers' must be at most {MAX_LAYERS:,}, got {layers:,}")
         return layers
 
-    def head_dim(self) -> int:
-        """`head_dim`, or the hidden size shared out to the attention heads."""
+    def head_dim(self, hidden_size: int | None = None, heads: int | None = None) -> int:
+        """`head_dim`, or the hidden size shared out to the attention heads; both may have defaults."""
         if self.get("head_dim") is not None:
             return self.size("head_dim")
-        return self.size("hidden_size") // self.size("num_attention_heads")
+        return self.size("hidden_size", hidden_size) // self.size("num_attention_heads", heads)
+
+    def of_layer(self, layer: int, otherwise: Mapping[str, Any]) -> Facts:
+        """The fields as one layer sees them (`per_layer_config`).
+
+        Args:
+            layer: its index.
+            otherwise: what the layer overrides where a raw config has no `per_layer_config`.
+
+        Raises:
+            MalformedConfig: `per_layer_config` is no mapping of layers to fields.
+            UnsupportedModel: the layer leaves out parts of itself.
+        """
+        if isinstance(self._decoder, Mapping):
+            view: Config = {**self._decoder, **self._raw_overrides(layer, otherwise), "per_layer_config": None}
+        else:
+            view = self._decoder.per_layer_config[layer]
+        facts = Facts(view, self.model_type, self.dtype)
+        if facts.get("skip"):
+            raise UnsupportedModel(
+                f"layer {layer} of this {self.model_type!r} model skips {', '.join(map(str, facts.get('skip')))} "
+                "(per_layer_config), which hybridkv does not read; build its cache entries by hand and pass them to "
+                "hybridkv.group_entries()"
+            )
+        return facts
+
+    def _raw_overrides(self, layer: int, otherwise: Mapping[str, Any]) -> Mapping[str, Any]:
+        listed = self.get("per_layer_config", {layer: otherwise})
+        try:
+            return next((dict(fields) for key, fields in (listed or {}).items() if int(key) == layer), {})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise MalformedConfig(f"field 'per_layer_config' must map layers to fields, got {listed!r}") from error
 
     def layer_kinds(self, name: str, otherwise: Callable[[int], str]) -> tuple[str, ...]:
         """The layer type of every layer, in Hugging Face's spelling.

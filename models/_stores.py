@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridkv.entries import CacheEntry, Part, attention_parts, latent_parts
@@ -19,7 +19,10 @@ class Store(NamedTuple):
 
 
 NOTHING: tuple[Store, ...] = ()
-"""A layer without a cache: MLP, mixture of experts."""
+"""A layer without a cache: MLP, mixture of experts, or one that reads another layer's."""
+
+SHARED = "dummy"
+"""The layer type of a layer that attends to the keys and values of an earlier one."""
 
 
 def full(kv_heads: int, head_dim: int, dtype: str) -> tuple[Store, ...]:
@@ -38,6 +41,11 @@ def sliding(kv_heads: int, head_dim: int, dtype: str, window: int) -> tuple[Stor
     return (Store("sliding_attention", attention_parts(kv_heads, head_dim, dtype), (("window", window),)),)
 
 
+def chunked(kv_heads: int, head_dim: int, dtype: str, chunk: int) -> tuple[Store, ...]:
+    """Chunked attention: K and V of a token, (kv_heads, head_dim) each. A token sees those of its own chunk."""
+    return (Store("chunked_attention", attention_parts(kv_heads, head_dim, dtype), (("chunk", chunk),)),)
+
+
 def full_and_sliding(
     facts: Facts, otherwise: Callable[[int], str], *, kv_heads: int, head_dim: int, window: int
 ) -> tuple[CacheEntry, ...]:
@@ -52,9 +60,46 @@ def full_and_sliding(
     kv_heads, head_dim = facts.size("num_key_value_heads", kv_heads), facts.size("head_dim", head_dim)
     stores = {
         "full_attention": full(kv_heads, head_dim, facts.dtype),
-        "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, facts.size("sliding_window", window)),
+        "sliding_attention": sliding(kv_heads, head_dim, facts.dtype, window_of(facts, kinds, window)),
     }
     return cache_entries(facts, kinds, stores)
+
+
+def window_of(
+    facts: Facts, kinds: Sequence[str], default: int, name: str = "sliding_window", kind: str = "sliding_attention"
+) -> int:
+    """The field `name`, which must not be null where there are layers of `kind`.
+
+    Raises:
+        MalformedConfig: it is, or it is no number of tokens.
+    """
+    if kind in kinds and facts.get(name, default) is None:
+        raise MalformedConfig(f"field {name!r} is null, but layer {kinds.index(kind)} is of kind {kind!r}")
+    return facts.size(name, default)
+
+
+def share_last(facts: Facts, kinds: tuple[str, ...], default: int) -> tuple[str, ...]:
+    """The layer kinds of a model whose last `num_kv_shared_layers` layers keep nothing themselves.
+
+    Each of them attends to the keys and values of the last layer of its kind before them.
+
+    Args:
+        facts: the config.
+        kinds: the layer type of every layer.
+        default: of `num_kv_shared_layers`.
+
+    Raises:
+        MalformedConfig: a layer would have nobody to read from.
+    """
+    shared = facts.size("num_kv_shared_layers", default, least=0)
+    own = kinds[: max(len(kinds) - shared, 0)]
+    for layer, kind in enumerate(kinds[len(own) :], len(own)):
+        if kind not in own:
+            raise MalformedConfig(
+                f"field 'num_kv_shared_layers' is {shared}: layer {layer} ({kind}) is to share the keys and values of "
+                f"an earlier layer of its kind, but none of the first {len(own)} is one"
+            )
+    return own + (SHARED,) * (len(kinds) - len(own))
 
 
 def alternating(layer: int) -> str:
@@ -118,28 +163,31 @@ def delta_and_full(facts: Facts, state_dtype: str, *, kv_heads: int, head_dim: i
 
 
 def cache_entries(
-    facts: Facts, kinds: tuple[str, ...], stores: Mapping[str, tuple[Store, ...]]
+    facts: Facts,
+    kinds: tuple[str, ...],
+    stores: Mapping[str, tuple[Store, ...]] | Callable[[int], Mapping[str, tuple[Store, ...]]],
 ) -> tuple[CacheEntry, ...]:
     """One cache entry for each store of each layer, in layer order.
 
     Args:
         facts: the config, for the message.
         kinds: the layer type of every layer.
-        stores: what a layer of each kind keeps.
+        stores: what a layer of each kind keeps, or a function that says it for layer i.
 
     Raises:
         UnsupportedModel: a layer of a kind the family has no store for.
     """
     entries: list[CacheEntry] = []
     for layer, kind in enumerate(kinds):
-        if kind not in stores:
+        known = stores(layer) if callable(stores) else stores
+        if kind not in known:
             raise UnsupportedModel(
                 f"layer {layer} of this {facts.model_type!r} model is of kind {kind!r}, which hybridkv cannot serve "
-                f"for it; it knows {', '.join(sorted(stores))}. Use a config with these layer kinds only, or describe "
+                f"for it; it knows {', '.join(sorted(known))}. Use a config with these layer kinds only, or describe "
                 "the layer in hybridkv_models (docs/models.md)"
             )
-        for i, store in enumerate(stores[kind]):
-            index = [earlier.kind for earlier in stores[kind][:i]].count(store.kind)
+        for i, store in enumerate(known[kind]):
+            index = [earlier.kind for earlier in known[kind][:i]].count(store.kind)
             entries.append(CacheEntry(layer, store.kind, store.parts, store.params, index))
     return tuple(entries)
 

@@ -160,7 +160,7 @@ def test_a_source_that_is_no_config(source: Any) -> None:
             {"model_type": "x", "text_config": {"layer_types": ["indexed_attention", "moe"]}},
             ["kind 'indexed_attention',"],
         ),
-        ({"model_type": "olmo3", "layer_types": ["full_attention"]}, ["'olmo3'", "(full_attention) store"]),
+        ({"model_type": "y", "layer_types": ["full_attention"]}, ["'y'", "(full_attention) store"]),
         ({"model_type": "recurrent_gemma"}, ["linear_attention", "module attributes"]),
         ({"model_type": "bert"}, ["'bert'", "nothing describes"]),
     ],

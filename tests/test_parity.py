@@ -257,10 +257,26 @@ def test_a_resumed_prefix_is_computed_only_once(model_type: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["gemma3", "jamba", "qwen3_next", "gpt_oss", "olmo_hybrid", "qwen3_5", "kimi_linear", "bailing_hybrid"],
+BFLOAT16 = (
+    "gemma3",
+    "jamba",
+    "qwen3_next",
+    "gpt_oss",
+    "olmo_hybrid",
+    "qwen3_5",
+    "kimi_linear",
+    "bailing_hybrid",
+    "cohere2",
+    "exaone4",
+    "gemma3n_text",
+    "gemma4_text",
+    "llama4_text",
+    "ministral",
+    "olmo3",
 )
+
+
+@pytest.mark.parametrize("model_type", BFLOAT16)
 def test_bfloat16_stays_close_to_the_models_own(model_type: str) -> None:
     described = family(model_type)
     assert described is not None

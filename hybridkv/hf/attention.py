@@ -62,10 +62,10 @@ def hybridkv_attention(
             f"layer {step.layer} attends through a mask it makes itself, which says nothing about other requests' "
             "tokens; use the model's own forward pass"
         )
-    plan, entry = step.tokens_of(step.layer)
-    step.attended.add(step.layer)
+    layer = step.attend(key)
+    plan, entry = step.tokens_of(layer)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    gathering = step.gathering_of(step.layer)
+    gathering = step.gathering_of(layer)
     if gathering is not None:
         return gathered_attention(query[0], key[0], value[0], plan, gathering, scoring)[None], None
     return packed_attention(query[0], key[0], value[0], plan, entry, scoring)[None], None

@@ -46,7 +46,7 @@ class PackedCache(Cache):
                 entry.read_tokens(part, gathering.index).to(key_states.dtype).transpose(0, 1)[None]
                 for part in (KEY, VALUE)
             )
-        self._step.layer = layer_idx
+        self._step.hand_out(key_states, layer_idx)
         return key_states, value_states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -64,8 +64,12 @@ class PackedCache(Cache):
     ) -> Tensor | None:
         return recurrent_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """0 of the pass as a whole; of a layer, what turns places in the pass into positions: int64 [tokens].
+
+        Layers that scale by position add their past to `arange(tokens)`, which must give every token's own position.
+        """
+        return 0 if layer_idx is None else self._step.shift
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0

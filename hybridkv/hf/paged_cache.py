@@ -160,8 +160,9 @@ class PagedCache(Cache):
     # Sizes
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens every row has, padding included."""
-        return self._rows.length
+        """Tokens every row has, padding included; of a layer that is yet to come in this step, those before it."""
+        coming = layer_idx in self._tokens and ("tokens", layer_idx) not in self._served
+        return self._rows.past if coming else self._rows.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self._rows.length

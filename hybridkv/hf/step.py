@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hybridkv.entries import LayerGroup
-from hybridkv.errors import UsageError
+from hybridkv.errors import UnsupportedModel, UsageError
 from hybridkv.manager import GroupManager
 from hybridkv.ops.gathered import Gathering, plan_gathering
 from hybridkv.ops.inplace import in_place_from
@@ -70,7 +71,7 @@ class PackedStep:
         input_ids: int64 [1, tokens].
         position_ids: int64 [1, tokens].
         wanted: int64 [logits rows], the packed places whose logits are wanted, in the order the spans were given.
-        layer: layer whose attention or mixer runs now, as the cache saw it.
+        layer: layer that last asked the cache for anything.
         attended: layers whose attention ran over pages so far.
         advanced: (layer, part) of the states that were moved on so far.
     """
@@ -110,6 +111,7 @@ class PackedStep:
         self.layer = -1
         self.attended: set[int] = set()
         self.advanced: set[tuple[int, int]] = set()
+        self._handed: dict[int, tuple[ref[Tensor], int]] = {}
         self._layers = layers
         self._storage = storage
         requests = [spans[i].seq for i in order]
@@ -128,6 +130,39 @@ class PackedStep:
                 self._tokens[g] = plan
                 if group.is_latent:
                     self._gatherings[g] = plan_gathering(group.rule, table, plan, lengths, counts, dtype, device)
+
+    @property
+    def shift(self) -> Tensor:
+        """int64 [tokens], what turns a token's place in the pass into its position in its request."""
+        return self.position_ids[0] - torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
+
+    def hand_out(self, key: Tensor, layer: int) -> None:
+        """Remember that `key` is what a layer's attention is about to be given."""
+        self.layer = layer
+        # By identity, and weakly: keys of a pass are as large as its pages and must not outlive their layer.
+        self._handed[id(key)] = ref(key), layer
+
+    def attend(self, key: Tensor) -> int:
+        """The layer whose pages an attention call with these keys reads.
+
+        Layers that share the keys of an earlier one pass on the tensor that one was handed. Anything made anew from
+        what the cache returned belongs to the layer that asked last, once.
+
+        Raises:
+            UnsupportedModel: keys that no layer was handed, and the last one that asked has attended already.
+        """
+        handed = self._handed.get(id(key))
+        if handed is not None and handed[0]() is key:
+            layer = handed[1]
+        else:
+            layer = self.layer
+            if layer in self.attended:
+                raise UnsupportedModel(
+                    f"a layer after layer {layer} attends to keys that no cache update has returned, so nothing says "
+                    "whose pages hold its past; run the model with its own generate()"
+                )
+        self.attended.add(layer)
+        return layer
 
     def tokens_of(self, layer: int) -> tuple[TokenPlan, Entry]:
         """The plan and the pages of an attention layer."""
