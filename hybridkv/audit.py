@@ -104,6 +104,7 @@ def _check_references(ledger: Ledger, sequences: list[Sequence]) -> None:
                 held = [seq.working[g]] if seq.working[g] >= 0 else []
                 held += [pending[g] for pending in seq.pending.values()]
                 held += [seq.snapshot.pages[g]] if seq.snapshot else []
+                held += [seq.spare[g]] if seq.spare else []
             else:
                 held = seq.table(g).pages[seq.table(g).held()].tolist()
             np.add.at(refs, np.array(held, np.int64), 1)
@@ -132,6 +133,8 @@ def _check_needs(ledger: Ledger) -> None:
 
 def _check_sequence(ledger: Ledger, seq: Sequence) -> None:
     unit = ledger.layout.unit_tokens
+    if not 0 <= seq.firm <= seq.reserved or (seq.firm == 0 and seq.spare):
+        raise IntegrityError(f"{seq!r} holds pages for guesses that nobody makes")
     units = 0 if seq.private else seq.length // unit
     if seq.units != units:
         raise IntegrityError(f"{seq!r} stands on {seq.units} entry rows, not {units}")

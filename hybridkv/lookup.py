@@ -154,6 +154,7 @@ def release_pages(ledger: Ledger, seq: Sequence, *, keep: bool) -> None:
             held = [seq.working[g]] if seq.working[g] >= 0 else []
             held += [pages[g] for pages in seq.pending.values()]
             held += [seq.snapshot.pages[g]] if seq.snapshot else []
+            held += [seq.spare[g]] if seq.spare else []
             ledger.release(g, np.array(held, np.int64))
         else:
             table = seq.table(g)
@@ -164,7 +165,7 @@ def release_pages(ledger: Ledger, seq: Sequence, *, keep: bool) -> None:
                 ends = seq.rows[(first + 1) * size - 1 : seq.units : size]
                 _discard(ledger, g, ledger.index.page_at[g][ends])
     seq.working = [NO_PAGE] * len(seq.working)
-    seq.pending, seq.snapshot = {}, None
+    seq.pending, seq.snapshot, seq.spare = {}, None, {}
 
 
 def _discard(ledger: Ledger, group: int, pages: Pages) -> None:

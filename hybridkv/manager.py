@@ -7,7 +7,6 @@ lets go of what slid out; `close` keeps the end of the generation as a resume po
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -16,9 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hybridkv import audit, boundaries, publication, reservation
+from hybridkv.commits import Commits
 from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
-from hybridkv.errors import EmptyPrompt, TokenOutOfRange, UsageError
+from hybridkv.errors import EmptyPrompt, UsageError
 from hybridkv.hashing import (
     Adapter,
     Image,
@@ -86,6 +86,7 @@ class GroupManager:
             chain_seed, algorithm=hash, model=model, dtype=dtype, groups=identity, unit_tokens=unit_tokens
         )
         self._ledger = Ledger(self.layout, policy_named(policy))
+        self._commits = Commits(self._ledger, hash, self.decode_checkpoint_interval)
         self._open: dict[int, Sequence] = {}
         self._next_id = 0
 
@@ -155,6 +156,7 @@ class GroupManager:
             raise UsageError(f"reserve a whole number of at least 1 token, got {n}")
         reservation.reserve(self._ledger, self._open, [(seq, n) for seq in seqs])
         for seq in seqs:
+            reservation.drop_spare(self._ledger, seq)
             seq.reserved = n
 
     def reserve_decode(self, seqs: Seq[Sequence]) -> None:
@@ -169,7 +171,25 @@ class GroupManager:
                 self._require_open(seq)
             reservation.reserve(self._ledger, self._open, [(seq, 1) for seq in short])
         for seq in seqs:
+            if seq.firm:
+                reservation.drop_spare(self._ledger, seq)
             seq.reserved = 1
+
+    def reserve_drafts(self, seq: Sequence, firm: int, drafts: int) -> int:
+        """Take pages for the next `firm` tokens, which are certain, and for guesses behind them.
+
+        Guesses take free and cached pages, never what a request holds.
+
+        Returns:
+            For how many of the guesses there is room; if 0, nothing was taken, for the `firm` tokens neither.
+
+        Raises:
+            UsageError: a closed sequence, or a number below 1.
+        """
+        self._require_open(seq)
+        if firm < 1 or drafts < 1 or firm != int(firm) or drafts != int(drafts):
+            raise UsageError(f"reserve whole numbers of at least 1 token and 1 draft, got {firm} and {drafts}")
+        return reservation.reserve_drafts(self._ledger, seq, firm, drafts, self.decode_checkpoint_interval)
 
     def commit(self, seq: Sequence, n: int, token_ids: ArrayLike | None = None) -> None:
         """The next `n` tokens are computed: publish full pages and checkpoints, release what slid out.
@@ -183,25 +203,7 @@ class GroupManager:
             UsageError: more than was reserved, less where there are states, or ids missing or too many.
         """
         self._require_open(seq)
-        if not 0 < n <= seq.reserved:
-            raise UsageError(f"cannot commit {n} tokens: {seq.reserved} are reserved")
-        if n < seq.reserved and self._ledger.states:
-            raise UsageError(
-                f"cannot commit {n} of {seq.reserved} reserved tokens: the states have advanced past them; "
-                "truncate() goes back to a checkpoint; reserve what you commit"
-            )
-        fresh = max(seq.length + n - seq.known, 0)
-        given = checked_tokens([] if token_ids is None else np.atleast_1d(np.asarray(token_ids)))
-        if len(given) != fresh:
-            raise UsageError(
-                f"commit needs the ids of {fresh} new tokens, got {len(given)}: {seq.known} tokens are known and "
-                f"{seq.length + n} will be computed"
-            )
-        if fresh:
-            seq.tokens.extend(as_tokens(given))
-        self._advance(seq, n)
-        if n > 1:
-            reservation.sweep(self._ledger, [seq])
+        self._commits.some(seq, n, token_ids)
 
     def commit_decode(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
         """One token of each sequence is computed; `token_ids[i]` is the token sequence i was fed.
@@ -210,24 +212,23 @@ class GroupManager:
             UsageError: a sequence that is not reserved for exactly one token, or lists of different lengths.
             TokenOutOfRange: an id that is no uint32. In either case nothing was committed.
         """
-        if len(seqs) != len(token_ids):
-            raise UsageError(f"got {len(token_ids)} token ids for {len(seqs)} sequences")
-        for seq in seqs:
-            if seq.reserved != 1:
-                raise UsageError(f"{seq!r} is reserved for {seq.reserved} tokens; a decode step commits exactly 1")
-        try:
-            fed = array("I", token_ids)
-        except (TypeError, OverflowError) as error:
-            raise TokenOutOfRange(f"token ids must be integers in [0, 2**32), got {list(token_ids)}") from error
-        unit = self.unit_tokens
-        for seq, token in zip(seqs, fed, strict=True):
-            if len(seq.tokens) == seq.length:
-                seq.tokens.append(token)
-            if (seq.length + 1) % unit:
-                seq.length += 1
-                seq.reserved = 0
-            else:
-                self._advance(seq, 1)
+        self._commits.decode(seqs, token_ids)
+
+    def commit_drafts(self, seq: Sequence, token_ids: ArrayLike) -> None:
+        """End a step that `reserve_drafts` began: only what was right is ever published.
+
+        Args:
+            seq: the sequence that was reserved for.
+            token_ids: the firm tokens and, behind them, the guesses that turned out right.
+
+        A state cannot go back: where there are states and a guess was wrong, only the firm tokens count as computed.
+        `seq.length` tells; the right guesses are firm tokens of the next step.
+
+        Raises:
+            UsageError: no reservation with drafts, fewer ids than are firm, or more than were reserved.
+        """
+        self._require_open(seq)
+        self._commits.drafts(seq, token_ids)
 
     def add_breakpoint(self, seq: Sequence, tokens: int) -> None:
         """Make a resume point at this prefix length too, rounded down to a boundary, once the sequence gets there.
@@ -287,7 +288,7 @@ class GroupManager:
         release_pages(self._ledger, seq, keep=cache)
         self._ledger.index.unhold(int(seq.rows[seq.units - 1]) if seq.units else -1)
         seq.closed = True
-        seq.reserved = seq.capacity = 0
+        seq.reserved = seq.capacity = seq.firm = 0
         del self._open[seq.id]
 
     def token_pages(self, seq: Sequence, group: int) -> TokenPages:
@@ -302,12 +303,9 @@ class GroupManager:
         Raises:
             UsageError: nothing was reserved yet, so there is no working state.
         """
-        slot = self._ledger.pool.groups[group].slot
         if seq.working[group] < 0:
             raise UsageError(f"{seq!r} has no working state before its first reservation")
-        end = seq.length + seq.reserved
-        checkpoints = tuple((at, int(slot[pages[group]])) for at, pages in sorted(seq.pending.items()) if at <= end)
-        return StatePages(int(slot[seq.working[group]]), checkpoints)
+        return reservation.state_pages(self._ledger, seq, group)
 
     def take_copies(self) -> list[PageCopy]:
         """Page copies to run, in order, before the next forward pass; the list is handed over once."""
@@ -345,12 +343,6 @@ class GroupManager:
             IntegrityError: one does not hold, which is a bug.
         """
         audit.check(self._ledger, self._open.values())
-
-    def _advance(self, seq: Sequence, n: int) -> None:
-        publication.advance(self._ledger, seq, n, self.hash)
-        interval = self.decode_checkpoint_interval
-        if interval and seq.length > seq.prompt_tokens and seq.length % interval == 0 and not seq.private:
-            reservation.snapshot(self._ledger, seq)
 
     def _require_open(self, seq: Sequence) -> None:
         if seq.closed or self._open.get(seq.id) is not seq:

@@ -79,7 +79,7 @@ def truncate(ledger: Ledger, seq: Sequence, n: int) -> int:
     seq.plan = [tokens for tokens in seq.plan if tokens <= n]
     seq.images = tuple(image for image in seq.images if image[0] < n)
     seq.extras = image_extras(seq.images, unit)
-    _drop_pending(ledger, seq)
+    _drop_ahead(ledger, seq)
     old = int(seq.rows[seq.units - 1]) if seq.units else -1
     units = min(n // unit, seq.units)
     del seq.digests[n // unit :]
@@ -188,11 +188,12 @@ def _make_points(ledger: Ledger, seq: Sequence) -> None:
             seq.made_points.append(row)
 
 
-def _drop_pending(ledger: Ledger, seq: Sequence) -> None:
-    for pages in seq.pending.values():
+def _drop_ahead(ledger: Ledger, seq: Sequence) -> None:
+    """Let go of the states that an unfinished step was to write."""
+    for pages in (*seq.pending.values(), seq.spare):
         for g, page in pages.items():
             ledger.release_one(g, page)
-    seq.pending = {}
+    seq.pending, seq.spare, seq.firm = {}, {}, 0
 
 
 def _held_exactly(ledger: Ledger, seq: Sequence, n: int) -> bool:

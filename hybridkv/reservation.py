@@ -12,7 +12,7 @@ from hybridkv.errors import OutOfPages
 from hybridkv.ledger import Ledger
 from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges
-from hybridkv.sequence import NO_PAGE, Sequence, Snapshot
+from hybridkv.sequence import NO_PAGE, Sequence, Snapshot, StatePages
 
 Wants = Seq[tuple[Sequence, int]]
 
@@ -39,6 +39,81 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> No
     ledger.fund(demand)
     for (seq, n), boundaries in zip(wants, checkpoints, strict=True):
         _take(ledger, seq, n, boundaries)
+
+
+def reserve_drafts(ledger: Ledger, seq: Sequence, firm: int, drafts: int, interval: int | None) -> int:
+    """Pages for `firm` tokens and guesses behind them, with a second state page that only right guesses end up in.
+
+    Args:
+        ledger: the books.
+        seq: the sequence.
+        firm: tokens that are certain.
+        drafts: guesses asked for.
+        interval: states are copied aside at its multiples, so that guesses must not jump over one.
+
+    Returns:
+        The guesses there is room for. None are taken if that asks for more than free and cached pages.
+    """
+    if ledger.states and interval:
+        drafts = min(drafts, -(seq.length + firm) % interval)
+    if not drafts:
+        return 0
+    sweep(ledger, [seq])
+    wants = [(seq, firm + drafts)]
+    checkpoints = _checkpoints(ledger, seq, firm + drafts)
+    demand = _demand(ledger, wants, [checkpoints])
+    for g in ledger.states:
+        demand[g] += g not in seq.spare
+    if not ledger.pool.fits_live(demand):
+        return 0
+    ledger.fund(demand)
+    _take(ledger, seq, firm + drafts, checkpoints)
+    for g in ledger.states:
+        if g not in seq.spare:
+            seq.spare[g] = ledger.pool.groups[g].take_one()
+    seq.firm = firm
+    seq.reserved = firm + drafts
+    return drafts
+
+
+def state_pages(ledger: Ledger, seq: Sequence, group: int) -> StatePages:
+    """Where a state group of a sequence is read and written in the step under way."""
+    slot = ledger.pool.groups[group].slot
+    stop = seq.length + seq.reserved
+    saves = [(at, pages[group]) for at, pages in sorted(seq.pending.items()) if at <= stop]
+    last = working = seq.working[group]
+    if seq.firm:
+        saves.append((seq.length + seq.firm, working))
+        last = seq.spare[group]
+    return StatePages(int(slot[working]), tuple((at, int(slot[page])) for at, page in saves), int(slot[last]))
+
+
+def adopt_spare(ledger: Ledger, seq: Sequence) -> None:
+    """All guesses were right: their states are the working ones."""
+    for g, page in seq.spare.items():
+        ledger.release_one(g, seq.working[g])
+        seq.working[g] = page
+    seq.spare = {}
+
+
+def drop_spare(ledger: Ledger, seq: Sequence) -> None:
+    """Let go of the states behind guesses, and of the guesses."""
+    for g, page in seq.spare.items():
+        ledger.release_one(g, page)
+    seq.spare = {}
+    seq.firm = 0
+
+
+def shrink(ledger: Ledger, seq: Sequence, tokens: int) -> None:
+    """Give token pages back that were taken for positions from `tokens` on."""
+    for g, group in enumerate(ledger.layout.groups):
+        if group.is_state:
+            continue
+        table = seq.table(g)
+        end = -(-tokens // group.page_tokens)
+        if table.end > end:
+            ledger.release(g, table.cut(end))
+        seq.capacity = min(seq.capacity, table.end * group.page_tokens)
 
 
 def sweep(ledger: Ledger, seqs: Seq[Sequence]) -> None:

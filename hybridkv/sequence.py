@@ -34,10 +34,12 @@ class StatePages(NamedTuple):
         slot: the working state. A sequence of length 0 starts from zeros; the slot then holds nothing of use.
         checkpoints: (position, slot) pairs inside the reservation: the state after exactly `position` tokens also
             goes to this slot.
+        end: where the state after all reserved tokens goes: the working slot, or another one if they are guesses.
     """
 
     slot: int
     checkpoints: tuple[tuple[int, int], ...]
+    end: int
 
 
 class Snapshot(NamedTuple):
@@ -114,6 +116,8 @@ class Sequence:
         units: hash units of the prefix that have entry rows, listed in `rows`.
         plan: boundaries, in tokens, still to become resume points.
         pending: boundary -> state pages that the step under way writes.
+        firm: of the reserved tokens, those that are certain, if guesses follow; else 0.
+        spare: state group -> page that the states after the last guess go to.
         capacity: tokens that can be computed before pages must be taken or copied.
         private: nothing of it is published, so it has no digests, no rows and no resume points.
     """
@@ -123,6 +127,7 @@ class Sequence:
         "closed",
         "digests",
         "extras",
+        "firm",
         "hit_tokens",
         "id",
         "images",
@@ -136,6 +141,7 @@ class Sequence:
         "rows",
         "seed",
         "snapshot",
+        "spare",
         "tables",
         "tokens",
         "units",
@@ -161,6 +167,8 @@ class Sequence:
         self.hit_tokens = 0
         self.length = 0
         self.reserved = 0
+        self.firm = 0
+        self.spare: dict[int, int] = {}
         self.capacity = 0
         self.private = private
         self.closed = False

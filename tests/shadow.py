@@ -146,6 +146,33 @@ class Server:
         self.manager.commit(seq, n, token_ids=fresh or None)
         self._committed(request)
 
+    def draft(self, request: Request, firm: int, drafts: int) -> int:
+        """How many of the drafts there was room for; known tokens come first, and are firm."""
+        unfinished = request.seq.reserved > 0
+        before = self.manager.usage()
+        snapshots = [other.seq.snapshot for other in self.live]
+        granted = self.manager.reserve_drafts(request.seq, firm, drafts)
+        assert 0 <= granted <= drafts
+        assert snapshots == [other.seq.snapshot for other in self.live]
+        if granted:
+            self._feed(request, firm + granted)
+            request.ahead |= unfinished
+        else:
+            assert self.manager.usage().cached_bytes >= before.cached_bytes
+        return granted
+
+    def verify(self, request: Request, firm: int, right: int) -> None:
+        """End a step with drafts, of which the first `right` count."""
+        seq = request.seq
+        start, known, reserved = seq.length, seq.known, seq.reserved
+        self.manager.commit_drafts(seq, request.fed[: firm + right])
+        kept = firm + right if not self._has_states or firm + right == reserved else firm
+        assert seq.length == start + kept
+        self._extend(request, request.fed[known - start :][: max(seq.length - known, 0)])
+        assert seq.tokens[start : seq.length].tolist() == request.fed[:kept]
+        request.ahead |= right > kept - firm
+        self._committed(request)
+
     def step(self, wants: Iterable[tuple[Request, int]]) -> list[Request]:
         """Reserve, compute and commit; requests without room are left out."""
         admitted = [request for request, n in wants if self.reserve(request, n)]
@@ -261,11 +288,11 @@ class Server:
         end = seq.length + seq.reserved
         for g, group in enumerate(manager.groups):
             if group.is_state:
-                slot, checkpoints = manager.state_pages(seq, g)
-                for at, target in checkpoints:
+                places = manager.state_pages(seq, g)
+                for at, target in places.checkpoints:
                     assert seq.length < at <= end
                     self.storage.write(g, target, 0, implied[at])
-                self.storage.write(g, slot, 0, implied[end])
+                self.storage.write(g, places.end, 0, implied[end])
                 continue
             table = dict(zip(*(part.tolist() for part in manager.token_pages(seq, g)), strict=True))
             for p in range(seq.length, end):

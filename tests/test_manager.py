@@ -89,7 +89,8 @@ def test_checkpoints_are_inside_the_reservation_that_computes_them(chunk: int) -
     while seq.length < 61:
         n = min(chunk, 61 - seq.length)
         manager.reserve(seq, n)
-        working, checkpoints = manager.state_pages(seq, STATE)
+        working, checkpoints, end = manager.state_pages(seq, STATE)
+        assert end == working
         for at, slot in checkpoints:
             assert seq.length < at <= seq.length + n
             assert slot != working

@@ -98,6 +98,18 @@ class ManagerMachine(RuleBasedStateMachine):
             if accepted is not None and not self.has_states:
                 self.server.commit(request, 1 + accepted % n)
 
+    @precondition(lambda self: self.ready)
+    @rule(pick=some, drafts=st.integers(1, 9), right=st.none() | st.just(9) | some, runs=st.booleans())
+    def draft(self, pick: int, drafts: int, right: int | None, runs: bool) -> None:
+        """A step with guesses behind the known tokens; some are right, or the step is given up halfway."""
+        request = self.ready[pick % len(self.ready)]
+        firm = max(1, request.seq.known - request.seq.length)
+        granted = self.server.draft(request, firm, drafts)
+        if granted and runs:
+            self.server.forward([request])
+            if right is not None:
+                self.server.verify(request, firm, min(granted, right) if right == 9 else right % (granted + 1))
+
     @precondition(lambda self: 0 < len(self.server.live) < MOST_RUNNING)
     @rule(pick=some)
     def fork(self, pick: int) -> None:

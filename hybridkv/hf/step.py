@@ -197,7 +197,7 @@ def _check(spans: Sequence[Span], tokens: Sequence[Ints]) -> None:
     if len({span.seq.id for span in spans}) != len(spans):
         raise UsageError("a forward pass takes one span of each request; join spans of the same request")
     for span, ids in zip(spans, tokens, strict=True):
-        if not 0 < len(ids) <= span.seq.reserved:
+        if not 0 < len(ids) <= span.seq.reserved or (span.seq.firm and len(ids) < span.seq.reserved):
             raise UsageError(f"a span of {len(ids)} tokens of {span.seq!r}, which has {span.seq.reserved} reserved")
         if not 0 < span.rows <= len(ids):
             raise UsageError(f"a span of {len(ids)} tokens cannot give {span.rows} rows of logits")
@@ -213,7 +213,7 @@ def _plan_states(
     chunks = []
     start = singles
     for held, length, count in zip(pages[singles:], lengths[singles:].tolist(), counts[singles:].tolist(), strict=True):
-        slots: dict[int, list[int]] = {start + count: [held.slot]}
+        slots: dict[int, list[int]] = {start + count: [held.end]}
         for position, slot in held.checkpoints:
             if length < position <= length + count:
                 slots.setdefault(start + position - length, []).append(slot)
