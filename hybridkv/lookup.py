@@ -41,13 +41,13 @@ def open_sequence(
     """
     unit = ledger.layout.unit_tokens
     length = seq.known
+    extras = image_extras(images, unit)
     if images and (last_image := max(image[0] for image in images)) >= length:
         raise RequestError(f"an image starts at token {last_image}, past the prompt's {length} tokens")
     wanted = {length - 1, *checked_breakpoints(breakpoints, length)}
     if seq.private:
         hold_prefix(ledger, seq, np.zeros(0, np.int64))
         return seq
-    extras = image_extras(images, unit)
     if interval:
         wanted.update(range(interval, length - 1, interval))
     digests = unit_digests(seq.seed, seq.token_ids(0, length // unit * unit), unit, extras, algorithm)
