@@ -25,6 +25,7 @@ def open_sequence(
     images: tuple[Image, ...],
     breakpoints: Iterable[int],
     interval: int | None,
+    most_hit: int | None = None,
 ) -> Sequence:
     """Find the prefix hit of a new sequence, hold its pages, and plan where it makes resume points.
 
@@ -35,6 +36,7 @@ def open_sequence(
         images: (token offset, content digest) of multimodal input.
         breakpoints: prefix lengths in tokens worth a resume point.
         interval: tokens between resume points inside a long prompt, or None.
+        most_hit: longest hit in tokens, None for no limit.
 
     Raises:
         RequestError: images or breakpoints outside the prompt.
@@ -55,7 +57,8 @@ def open_sequence(
     matched = index.match(digests)
     rows = index.chain(index.row(digests[matched - 1])) if matched else np.zeros(0, np.int64)
     # The last token is always computed: its logits choose the first one of the output.
-    hit = resumable_units(ledger.layout, index, rows, min(matched, (length - 1) // unit))
+    most = length - 1 if most_hit is None else min(most_hit, length - 1)
+    hit = resumable_units(ledger.layout, index, rows, min(matched, most // unit))
     seq.images, seq.extras, seq.digests = images, extras, digests
     hold_prefix(ledger, seq, rows[:hit])
     seq.hit_tokens = seq.length

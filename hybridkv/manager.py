@@ -104,6 +104,7 @@ class GroupManager:
         images: Iterable[Image] = (),
         breakpoints: Iterable[int] = (),
         cache: bool = True,
+        most_hit: int | None = None,
     ) -> Sequence:
         """Start a request: find the prefix hit and hold its pages. `seq.hit_tokens` says how long it is.
 
@@ -116,6 +117,7 @@ class GroupManager:
                 the end of the system prompt; a resume point is made at each, rounded down to a boundary.
             cache: False looks nothing up and publishes nothing: the request shares no page with any other, and a
                 page is free again as soon as the request lets go of it.
+            most_hit: hit at most this many tokens, for a caller that needs the rest computed; None is no limit.
 
         Raises:
             EmptyPrompt, TokenOutOfRange, RequestError: the request can never be served as it is.
@@ -131,6 +133,7 @@ class GroupManager:
             images=tuple(images),
             breakpoints=breakpoints,
             interval=self.checkpoint_interval,
+            most_hit=most_hit,
         )
         self._next_id += 1
         self._open[seq.id] = seq

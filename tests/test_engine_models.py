@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hybridkv import errors
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.wrap import eos_token_ids, wrap
 from hybridkv.hf.runner import build_manager
-from hybridkv_models import family
 from tests.engine_fakes import byte_level_tokenizer
+from tests.model_cases import VOCAB, prompt_of, stock, tiny_model
 
 FAMILIES = ("jamba", "gemma3", "llama")
-VOCAB = 128
-
-
-def tiny_model(name: str) -> Any:
-    torch.manual_seed(7)
-    module = family(name)
-    assert module is not None
-    config = module.tiny_config()
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -44,21 +30,6 @@ def engine(model: Any) -> Iterator[Engine]:
         yield engine
         engine.manager.check()
         assert engine.usage().live_bytes == 0
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB) for _ in range(length)]
-
-
-def stock(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What transformers generates, one request at a time."""
-    ids = torch.tensor([prompt])
-    # Without a mask generate() takes a pad token inside the prompt for padding.
-    options["attention_mask"] = torch.ones_like(ids)
-    out = model.generate(ids, max_new_tokens=count, do_sample=False, **options)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
 
 
 def test_ragged_prompts_together_equal_generate_one_by_one(model: Any, engine: Engine) -> None:

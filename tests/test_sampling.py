@@ -39,6 +39,7 @@ NAN, INF = float("nan"), float("inf")
         *[("logit_bias", value) for value in (5, {1: 101}, {1: -100.5}, {1: NAN}, {-1: 0}, {"1": 0}, {1.5: 0}, [1, 2])],
         *[("logit_bias", value) for value in ([(1, 2, 3)], [(1, 2), (1, 3)], {True: 1}, {2**31: 1}, {1: None})],
         *[("min_tokens", value) for value in (-1, 65, 1.0, "1", True)],
+        *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.0, "1", True)],
         *[("seed", value) for value in (-1, 2**63, 1.5, "7", True)],
         *[("stop", value) for value in ("", ("a", ""), 5, (b"a",), [None])],
         *[("stop_token_ids", value) for value in (-1, [-1], "12", [1.5], [True], 2.5)],

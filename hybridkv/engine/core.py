@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from torch import Tensor
 
+from hybridkv.engine.logprobs import Measured, read_prompt
 from hybridkv.engine.request import Request
 from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Plan, Scheduler
@@ -88,16 +91,23 @@ class EngineCore:
         spans = [Span(request.sequence, request.tokens[-1:]) for request in plan.decodes]
         ready = list(enumerate(plan.decodes))
         for request, size in plan.chunks:
-            if size == request.remaining:
-                ready.append((len(spans), request))
             done = request.computed
-            spans.append(Span(request.sequence, request.tokens[done : done + size]))
+            spans.append(Span(request.sequence, request.tokens[done : done + size], request.logits_rows(size)))
+        ends = list(accumulate(span.rows for span in spans))
         logits = self._runner.forward(spans)
         # What is wrong with a pass must be known before any of its pages are published.
-        failed = self._fail_where_nan(logits, [*plan.decodes, *(request for request, _ in plan.chunks)])
+        owners = [*plan.decodes, *(request for request, _ in plan.chunks)]
+        failed = self._fail_where_nan(
+            logits, [one for one, span in zip(owners, spans, strict=True) for _ in range(span.rows)]
+        )
+        for i, (request, size) in enumerate(plan.chunks, len(plan.decodes)):
+            if size == request.remaining:
+                ready.append((ends[i] - 1, request))
+            read_prompt(request, logits[ends[i] - spans[i].rows : ends[i]], request.computed + size)
         ready = [(row, request) for row, request in ready if request not in failed]
         rows = [row for row, _ in ready]
-        wanted = logits if len(rows) == len(spans) else logits[rows]
+        wanted = logits if len(rows) == len(logits) else logits[rows]
+        measured = Measured(wanted, [request for _, request in ready])
         tokens = sample(wanted, [request.state for _, request in ready]) if ready else []
         decodes = [request for request in plan.decodes if request not in failed]
         if decodes:
@@ -107,8 +117,8 @@ class EngineCore:
         for request, size in plan.chunks:
             if request not in failed:
                 self._manager.commit(request.sequence, size)
-        for (_, request), token in zip(ready, tokens, strict=True):
-            request.append(token)
+        for (_, request), token, logprob in zip(ready, tokens, measured.of(tokens), strict=True):
+            request.append(token, logprob)
             if request.done:
                 self._scheduler.finish(request)
 

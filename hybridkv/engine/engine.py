@@ -9,6 +9,7 @@ from typing import Self
 from tqdm import tqdm
 
 from hybridkv.audit import Usage
+from hybridkv.config import parse_bytes
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.detokenize import Tokenizer
 from hybridkv.engine.outputs import RequestOutput, StreamEvent
@@ -46,6 +47,8 @@ class Engine:
         eos_token_ids: tokens that end an output unless its params ignore them.
         max_batch_tokens: most tokens in one forward pass.
         max_running: most requests that hold pages at once.
+        logits_memory: bytes of float32 logits one pass may give for `prompt_logprobs`, an int or "64MiB". Such
+            prompts are computed in chunks of as many tokens as that allows, at least one.
 
     Raises:
         ConfigError: a limit below 1.
@@ -61,12 +64,14 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         max_batch_tokens: int = 2048,
         max_running: int = 64,
+        logits_memory: int | str = "64MiB",
     ) -> None:
         self.manager = manager
         self.tokenizer = tokenizer
         self._runner = runner
         self._eos = eos_token_ids
-        self._core = EngineCore(runner, manager, Scheduler(manager, max_batch_tokens, max_running))
+        scored = max(parse_bytes(logits_memory) // (4 * runner.vocab_size), 1)
+        self._core = EngineCore(runner, manager, Scheduler(manager, max_batch_tokens, max_running, scored))
         self._limits = Limits(
             runner.vocab_size, runner.max_positions, manager.tokens_that_fit(), manager.layout.pool_bytes
         )

@@ -8,6 +8,29 @@ from typing import Literal, NamedTuple
 FinishReason = Literal["stop", "length"]
 
 
+class Likely(NamedTuple):
+    """A token that could have come, and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """A token that did come, by the model's own distribution.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability: log_softmax of the model's logits, before biases, penalties,
+            bans and temperature.
+        likeliest: the most likely tokens in its place, most likely first, as many as were asked for. The token itself
+            is among them only if it is one of these.
+    """
+
+    token_id: int
+    logprob: float
+    likeliest: tuple[Likely, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A finished request.
@@ -21,6 +44,9 @@ class RequestOutput:
         ttft_s: seconds from submission to the first token, time in the waiting queue included.
         total_s: seconds from submission to the last token.
         preemptions: how often the request gave its pages back and was computed again from the cache.
+        logprobs: one for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
+        prompt_logprobs: one for each prompt token but the first, given the tokens before it; None unless
+            `SamplingParams.prompt_logprobs` asked for them.
     """
 
     token_ids: list[int]
@@ -31,6 +57,13 @@ class RequestOutput:
     ttft_s: float
     total_s: float
     preemptions: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The natural logarithm of the probability of the whole output; None without `logprobs`."""
+        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -48,9 +81,11 @@ class StreamEvent(NamedTuple):
             or a stop string may have begun.
         finish_reason: None until the last event.
         output: the whole output, with the last event.
+        logprobs: one for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
     """
 
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None

@@ -34,6 +34,11 @@ class SamplingParams:
             output (end of sequence, stop_token_ids) cannot be drawn and stop strings are not looked for.
         seed: makes the draws of this request repeatable whatever runs beside it. None takes one from torch's
             default generator, so `torch.manual_seed` makes a whole program repeatable.
+        logprobs: report every generated token's log-probability and those of this many most likely tokens; 0 reports
+            the token's own only, None nothing. Always of the model's own distribution: log_softmax of its logits,
+            before biases, penalties, bans and temperature.
+        prompt_logprobs: the same for every prompt token but the first, given the tokens before it. Such a prompt is
+            computed as a whole: a cached prefix has no logits.
         stop: strings that end the output; the text is cut before the first one.
         include_stop_str_in_output: cut the text after the stop string instead.
         stop_token_ids: token ids that end the output. The id is part of `token_ids`, never of the text.
@@ -54,6 +59,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -73,6 +80,9 @@ class SamplingParams:
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, 0, _SEED_LIMIT))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, _integer(name, getattr(self, name), 0, MAX_TOKENS_LIMIT))
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _ids(self.stop_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output"):
@@ -85,6 +95,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether the log-probabilities of generated tokens are wanted."""
+        return self.logprobs is not None
 
     @property
     def penalised(self) -> bool:

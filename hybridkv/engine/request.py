@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.engine.detokenize import OutputText, Tokenizer
-from hybridkv.engine.outputs import FinishReason, RequestOutput, StreamEvent
+from hybridkv.engine.outputs import FinishReason, RequestOutput, StreamEvent, TokenLogprob
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.sampler_state import SamplerState
 from hybridkv.errors import HybridKVError, UsageError
@@ -26,6 +26,8 @@ class Request:
     Attributes:
         arrival: number in order of submission.
         tokens: prompt and generated tokens.
+        logprobs: of generated tokens, where the params ask for them.
+        prompt_logprobs: of prompt tokens from the second on, as far as they were computed, where the params ask.
         stop_ids: token ids that end it, end-of-sequence ids included.
         cache: whether it may use and fill the cache.
         priority: lower runs first.
@@ -50,6 +52,8 @@ class Request:
     error: HybridKVError | None = None
     output: RequestOutput | None = None
     events: deque[StreamEvent] = field(default_factory=deque)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: list[int] = field(init=False)
     state: SamplerState = field(init=False)
     _array: NDArray[np.int64] = field(init=False)
@@ -98,6 +102,15 @@ class Request:
         return len(self.tokens) - self.computed
 
     @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    def logits_rows(self, size: int) -> int:
+        """How many rows of logits the next `size` tokens must give: one, or one after each token not yet scored."""
+        return max(self.computed + size - len(self.prompt_logprobs), 1) if self.scoring else 1
+
+    @property
     def decoding(self) -> bool:
         """Whether the next token to compute is one the sequence was not opened with."""
         return self.seq is not None and self.seq.length == self.seq.known
@@ -116,8 +129,10 @@ class Request:
         common = int(differs.argmax()) if differs.any() else size
         return common - common % unit_tokens
 
-    def append(self, token: int) -> None:
+    def append(self, token: int, logprob: TokenLogprob | None = None) -> None:
         """Take a sampled token: text, stop conditions, event."""
+        logprobs = None if logprob is None else (logprob,)
+        self.logprobs += logprobs or ()
         if len(self.tokens) == len(self.prompt):
             self._first = time.perf_counter()
         self.tokens.append(token)
@@ -134,7 +149,7 @@ class Request:
             self.finish_reason = "length"
         if self.finish_reason is not None:
             self.output = self._finished(self.finish_reason)
-        self.events.append(StreamEvent([token], text, self.finish_reason, self.output))
+        self.events.append(StreamEvent([token], text, self.finish_reason, self.output, logprobs))
 
     def _finished(self, reason: FinishReason) -> RequestOutput:
         now = time.perf_counter()
@@ -147,6 +162,8 @@ class Request:
             ttft_s=self._first - self._submitted,
             total_s=now - self._submitted,
             preemptions=self.preemptions,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )
 
 

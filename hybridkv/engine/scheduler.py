@@ -46,13 +46,27 @@ class Plan(NamedTuple):
 class Scheduler:
     """The waiting queue and the running requests of one engine."""
 
-    def __init__(self, manager: GroupManager, max_batch_tokens: int, max_running: int) -> None:
+    def __init__(
+        self, manager: GroupManager, max_batch_tokens: int, max_running: int, max_scored_tokens: int = 2048
+    ) -> None:
+        """Start empty.
+
+        Args:
+            manager: of the pool.
+            max_batch_tokens: most tokens of a forward pass.
+            max_running: most requests that hold pages.
+            max_scored_tokens: most tokens of a forward pass for prompts whose every token gives a row of logits.
+
+        Raises:
+            ConfigError: a limit below 1.
+        """
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_running", max_running)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         self._manager = manager
         self._unit = manager.layout.unit_tokens
         self._max_batch_tokens = max_batch_tokens
+        self._max_scored_tokens = max_scored_tokens
         # Every running request may decode in the same step.
         self._max_running = min(max_running, max_batch_tokens)
         self._starved = False
@@ -72,8 +86,8 @@ class Scheduler:
         plan = Plan(self._reserve_decodes(), [])
         budget = self._max_batch_tokens - len(plan.decodes)
         for request in sorted((r for r in self.running if not r.decoding), key=_rank):
-            if budget and request.seq is not None:
-                budget -= self._add_chunk(plan, request, min(budget, request.remaining))
+            if request.seq is not None and (size := self._chunk_size(plan, request, budget)):
+                budget -= self._add_chunk(plan, request, size)
         self._admit(plan, budget)
         return plan
 
@@ -132,8 +146,10 @@ class Scheduler:
                 continue
             if not budget or len(self.running) >= self._max_running or (self._starved and self.running):
                 return
+            if request.scoring and not self._chunk_size(plan, request, budget):
+                return
             self._open(request)
-            size = min(budget, request.remaining)
+            size = self._chunk_size(plan, request, budget)
             if self.running and not self._reserve(request, size, smallest=size):
                 self._starved = True
                 self._close(request, cache=True)
@@ -147,6 +163,13 @@ class Scheduler:
             budget -= size
             if request.cached_tokens is None:
                 request.cached_tokens = request.computed
+
+    def _chunk_size(self, plan: Plan, request: Request, budget: int) -> int:
+        size = min(budget, request.remaining)
+        if request.scoring:
+            taken = sum(chunk.size for chunk in plan.chunks if chunk.request.scoring)
+            size = min(size, self._max_scored_tokens - taken)
+        return size
 
     def _reserve(self, request: Request, size: int, smallest: int = 1) -> int:
         """Reserve `size` tokens, or half of it and so on down to `smallest`; how many, or 0."""
@@ -167,9 +190,13 @@ class Scheduler:
             salt=request.salt,
             breakpoints=tuple(sorted({*request.breakpoints, *shared})),
             cache=request.cache,
+            # What a prefix would have given in log-probabilities is not cached.
+            most_hit=len(request.prompt_logprobs) if request.scoring else None,
         )
 
     def _prefix_is_coming(self, request: Request) -> bool:
+        if request.scoring:
+            return False
         coming = False
         for other in self.running:
             if other.computed < len(other.prompt):

@@ -23,6 +23,7 @@ def wrap(
     policy: str = "lru",
     checkpoint_interval: int | None = 4096,
     decode_checkpoint_interval: int | None = 64,
+    logits_memory: int | str = "64MiB",
     poison: bool = False,
 ) -> Engine:
     """Serve a Hugging Face causal language model from one pool of KV memory.
@@ -40,6 +41,8 @@ def wrap(
         policy: "lru" or "cost": which resume point is lost first.
         checkpoint_interval: tokens between resume points inside a long prompt, None for none.
         decode_checkpoint_interval: tokens between copies of a decoding request's states, None for none.
+        logits_memory: bytes of float32 logits one pass may give for `prompt_logprobs`; such prompts are computed in
+            chunks of as many tokens as that allows.
         poison: fill pages nobody owns with NaN before every step, to find reads of foreign pages; slow.
 
     Raises:
@@ -74,6 +77,7 @@ def wrap(
             eos_token_ids=eos_token_ids(model),
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
+            logits_memory=logits_memory,
         )
     except BaseException:
         runner.close()

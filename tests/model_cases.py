@@ -1,0 +1,39 @@
+"""Tiny models with random weights, prompts for them, and what transformers makes of these."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridkv_models import family
+
+VOCAB = 128
+
+
+def tiny_model(name: str) -> Any:
+    torch.manual_seed(7)
+    module = family(name)
+    assert module is not None
+    config = module.tiny_config()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB) for _ in range(length)]
+
+
+def stock(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """What transformers generates, one request at a time."""
+    ids = torch.tensor([prompt])
+    # Without a mask generate() takes a pad token inside the prompt for padding.
+    options["attention_mask"] = torch.ones_like(ids)
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, **options)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
