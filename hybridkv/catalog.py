@@ -22,7 +22,6 @@ _STATELESS = ("mlp", "moe", "dummy")
 
 # Types whose layer kinds look ordinary, but whose layers keep them where no cache can reach.
 _OUT_OF_REACH: Mapping[str, str] = {
-    "minimax": "its linear_attention layers insist on a cache class of their own",
     "recurrent_gemma": "its linear_attention layers keep their states as module attributes",
 }
 

@@ -49,6 +49,7 @@ _MODULES: Mapping[str, str] = {
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "gpt_oss": "gpt_oss",
+    "inkling_text": "inkling",
     "jamba": "jamba",
     "kimi_linear": "kimi_linear",
     "llama": "llama",
@@ -57,6 +58,7 @@ _MODULES: Mapping[str, str] = {
     "mamba": "mamba",
     "mamba2": "mamba2",
     "ministral": "ministral",
+    "minimax": "minimax",
     "mistral": "mistral",
     "nemotron_h": "nemotron_h",
     "olmo3": "olmo3",
@@ -66,6 +68,7 @@ _MODULES: Mapping[str, str] = {
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_next": "qwen3_next",
+    "zaya": "zaya",
 }
 
 

@@ -18,12 +18,12 @@ from hybridkv.hf.mixers import Wrapped
 from hybridkv.hf.paged_cache import PagedCache, paged_cache
 from hybridkv.hf.runner import ModelRunner, Span, build_manager
 from hybridkv.manager import GroupManager
-from hybridkv_models import family, model_types
+from hybridkv_models import family, mode, model_types
 from tests.test_hf_runner import tiny
 
-SERVED = [model_type for model_type in model_types() if not model_type.startswith("llama4")]
+SERVED = [name for name in model_types() if mode(name) == "packed" and not name.startswith("llama4")]
 FAMILIES = sorted({family(model_type): model_type for model_type in SERVED}.values())
-"""One model type of every family module, but the one whose chunks move with the padding of a row."""
+"""One model type of every packed family, but the one whose chunks move with the padding of a row."""
 
 GENERATE: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": None}
 

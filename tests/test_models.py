@@ -15,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import hybridkv_models
 from hybridkv.entries import CacheEntry
 from hybridkv.errors import MalformedConfig, UnknownPreset, UnsupportedModel
-from hybridkv_models import family, load_preset, model_types, preset_names
+from hybridkv_models import family, load_preset, mode, model_types, preset_names
 
 TOKENS = 41
 MODEL_TYPES = model_types()
+PACKED = [model_type for model_type in MODEL_TYPES if mode(model_type) == "packed"]
+"""The others are in test_hf_single.py."""
 MIXED = {
     "bailing_hybrid",
     "bamba",
@@ -64,7 +66,7 @@ def tiny(model_type: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", PACKED)
 def test_entries_are_what_a_real_cache_stores(model_type: str, dtype: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny(model_type), dtype=getattr(torch, dtype)).eval()
@@ -99,7 +101,7 @@ def test_entries_are_what_a_real_cache_stores(model_type: str, dtype: str) -> No
     assert not declared, "entries for layers the model does not have"
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", PACKED)
 def test_a_tiny_config_is_tiny_and_has_what_its_family_has(model_type: str) -> None:
     config = tiny(model_type)
     known = entries_of(model_type, config)

@@ -68,6 +68,11 @@ def is_described(model: nn.Module) -> bool:
     return models.family(str(config.model_type)) is not None
 
 
+def is_single(model: nn.Module) -> bool:
+    """Whether each request of a model needs a forward pass of its own."""
+    return models.mode(str(getattr(getattr(model, "config", None), "model_type", ""))) == "single"
+
+
 def _check_whole(model: nn.Module, kind: str) -> None:
     """Refuse weights that are not simply there: quantised ones, and those fetched from elsewhere layer by layer.
 

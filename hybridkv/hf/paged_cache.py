@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hybridkv.errors import UnsupportedModel, UsageError
+from hybridkv.hf.checks import is_single
 from hybridkv.hf.lease import Lease
 from hybridkv.hf.mixers import CONV, RECURRENT
 from hybridkv.hf.rows import BatchRows
@@ -48,6 +49,12 @@ def paged_cache(
         ConfigError: a setting that cannot work; PoolTooSmall where the pool has no room for one slab per group.
         UsageError: `runner` runs another model, or is closed.
     """
+    config: Any = getattr(model, "config", None)
+    if is_single(model):
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} runs on a cache of its own, which generate() cannot be given; serve it "
+            "with hybridkv.wrap()"
+        )
     if runner is None:
         # Nothing is ever resumed from a checkpoint here, so none is made.
         manager = build_manager(

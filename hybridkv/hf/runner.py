@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from hybridkv.config import parse_bytes
 from hybridkv.entries import group_entries
 from hybridkv.errors import UsageError
-from hybridkv.hf.checks import check_groups, check_model, dtype_name, is_described
+from hybridkv.hf.checks import check_groups, check_model, dtype_name, is_described, is_single
 from hybridkv.hf.mixers import MixerHooks
 from hybridkv.hf.packed import PackedPass
 from hybridkv.hf.proof import Pass, prove
+from hybridkv.hf.single import SinglePass
 from hybridkv.hf.step import LayerMap, Span
 from hybridkv.manager import GroupManager
 from hybridkv.sequence import Sequence as Request
@@ -153,6 +154,8 @@ class ModelRunner:
         self.hooks.close()
 
     def _make_pass(self, layers: LayerMap) -> Pass:
+        if is_single(self.model):
+            return SinglePass(self.model, layers)
         return PackedPass(self.model, layers, self.layer_count)
 
     def _prove(self) -> None:

@@ -93,7 +93,7 @@ class PackedStep:
         """
         device = storage.device
         tokens = [np.atleast_1d(np.asarray(span.token_ids, np.int64)) for span in spans]
-        _check(spans, tokens)
+        check_spans(spans, tokens)
         counts = np.array([len(ids) for ids in tokens], np.int64)
         lengths = np.array([span.seq.length for span in spans], np.int64)
         # One-token spans first, longest history first, so that every kind of layer finds its batches as slices.
@@ -191,7 +191,12 @@ def _kept(known: Mapping[int, tuple[int, int]], layer: int, what: str) -> tuple[
     return found
 
 
-def _check(spans: Sequence[Span], tokens: Sequence[Ints]) -> None:
+def check_spans(spans: Sequence[Span], tokens: Sequence[Ints]) -> None:
+    """Refuse spans that no forward pass can compute; `tokens` are their token ids as arrays.
+
+    Raises:
+        UsageError: no spans, an empty one, a request twice, tokens that were not reserved, or rows out of range.
+    """
     if not spans:
         raise UsageError("a forward pass needs at least one span")
     if len({span.seq.id for span in spans}) != len(spans):
