@@ -38,6 +38,8 @@ NAN, INF = float("nan"), float("inf")
         *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, "1")],
         *[("logit_bias", value) for value in (5, {1: 101}, {1: -100.5}, {1: NAN}, {-1: 0}, {"1": 0}, {1.5: 0}, [1, 2])],
         *[("logit_bias", value) for value in ([(1, 2, 3)], [(1, 2), (1, 3)], {True: 1}, {2**31: 1}, {1: None})],
+        *[("n", value) for value in (0, -1, 1025, 1.0, "2", True, None)],
+        *[("best_of", value) for value in (0, 1025, 2.5, "2", True)],
         *[("min_tokens", value) for value in (-1, 65, 1.0, "1", True)],
         *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 1.0, "1", True)],
         *[("seed", value) for value in (-1, 2**63, 1.5, "7", True)],

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from hybridkv.engine.forks import with_new_copies
 from hybridkv.engine.logprobs import Measured, read_prompt
 from hybridkv.engine.request import Request
 from hybridkv.engine.sampler import sample
@@ -104,7 +105,7 @@ class EngineCore:
             if size == request.remaining:
                 ready.append((ends[i] - 1, request))
             read_prompt(request, logits[ends[i] - spans[i].rows : ends[i]], request.computed + size)
-        ready = [(row, request) for row, request in ready if request not in failed]
+        ready = with_new_copies([(row, request) for row, request in ready if request not in failed])
         rows = [row for row, _ in ready]
         wanted = logits if len(rows) == len(logits) else logits[rows]
         measured = Measured(wanted, [request for _, request in ready])
@@ -119,19 +120,26 @@ class EngineCore:
                 self._manager.commit(request.sequence, size)
         for (_, request), token, logprob in zip(ready, tokens, measured.of(tokens), strict=True):
             request.append(token, logprob)
-            if request.done:
+        for _, request in ready:
+            if request.seq is None and not request.ended:
+                self._scheduler.branch(request)
+        for _, request in ready:
+            if request.seq is not None and request.ended:
                 self._scheduler.finish(request)
 
     def _fail_where_nan(self, logits: Tensor, requests: list[Request]) -> list[Request]:
-        """End the requests whose row of logits is not a number; nothing of theirs is kept. Returns them."""
+        """End the requests whose row of logits is not a number, and their copies; nothing of theirs is kept.
+
+        Returns:
+            All of them.
+        """
         bad = logits.amax(-1).isnan()
-        failed = [requests[row] for row in bad.nonzero()[:, 0].tolist()]
-        for request in failed:
-            request.error = HybridKVError(
+        failed = []
+        for request in [requests[row] for row in bad.nonzero()[:, 0].tolist()]:
+            request.head.error = HybridKVError(
                 f"the model's logits for a request of {len(request.tokens)} tokens are not a number; "
                 "half precision overflows in some models: try bfloat16 or float32"
             )
-            self._manager.close(request.sequence, cache=False)
-            request.seq = None
-            self._scheduler.finish(request)
+            self._scheduler.drop(request, cache=False)
+            failed += request.members
         return failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,7 @@ from hybridkv.audit import Usage
 from hybridkv.config import parse_bytes
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.detokenize import Tokenizer
+from hybridkv.engine.forks import add_copies
 from hybridkv.engine.outputs import RequestOutput, StreamEvent
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.prompts import (
@@ -80,7 +82,7 @@ class Engine:
                 f"a pool of {self._limits.pool_bytes} bytes holds {self._limits.pool_tokens} tokens of this model; "
                 "give it more memory"
             )
-        self._arrivals = 0
+        self._arrivals = count(1)
         self._closed = False
 
     def generate(
@@ -144,6 +146,8 @@ class Engine:
     ) -> Iterator[StreamEvent]:
         """Serve one prompt and yield each token as it comes; the last event carries the whole output.
 
+        With `n` above 1 the events of all outputs come interleaved, each with its `index`.
+
         The prompt is checked at once and scheduled when the first event is asked for. Closing the iterator early
         gives the request's pages back. Several streams may be open together: each step of one moves all of them.
 
@@ -158,6 +162,10 @@ class Engine:
         requests = self._requests(prompt, params, breakpoints, salt, cache, priority)
         if len(requests) != 1:
             raise RequestError(f"stream() serves one prompt, got {len(requests)}; use generate() for several")
+        if (one := requests[0].params).sampled > one.n:
+            raise InvalidSampling(
+                f"stream() cannot tell the best {one.n} of {one.sampled} outputs before they have ended; use generate()"
+            )
         return self._stream(requests[0], progress)
 
     def usage(self) -> Usage:
@@ -247,10 +255,9 @@ class Engine:
         requests = []
         for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
             stop_ids = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._eos)
-            self._arrivals += 1
             requests.append(
                 Request(
-                    self._arrivals,
+                    next(self._arrivals),
                     tokens,
                     one,
                     stop_ids,
@@ -261,6 +268,7 @@ class Engine:
                     tokenizer=self.tokenizer,
                 )
             )
+            add_copies(requests[-1], self._arrivals)
         return requests
 
     def _check_ids(self, params: SamplingParams) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -31,6 +33,32 @@ class TokenLogprob(NamedTuple):
     likeliest: tuple[Likely, ...]
 
 
+class Completion(NamedTuple):
+    """One output of a prompt.
+
+    Attributes:
+        token_ids, text, finish_reason, logprobs, cumulative_logprob: as in `RequestOutput`.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cumulative_logprob: float | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """`cumulative_logprob` by tokens; minus infinity where it was not measured."""
+        return -math.inf if self.cumulative_logprob is None else self.cumulative_logprob / len(self.token_ids)
+
+
+def best(completions: Sequence[Completion], n: int) -> tuple[Completion, ...]:
+    """The n of highest mean log-probability, highest first; all of them, in the order given, if there are only n."""
+    if len(completions) <= n:
+        return tuple(completions)
+    return tuple(sorted(completions, key=lambda one: one.mean_logprob, reverse=True)[:n])
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A finished request.
@@ -47,6 +75,10 @@ class RequestOutput:
         logprobs: one for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
         prompt_logprobs: one for each prompt token but the first, given the tokens before it; None unless
             `SamplingParams.prompt_logprobs` asked for them.
+        cumulative_logprob: natural logarithm of the probability of all of `token_ids`; None unless log-probabilities
+            were computed, for `logprobs` or to choose the best.
+        others: the second and further outputs of a prompt with `n` above 1; everything above is about the first one,
+            but the preemptions of all are counted and the last token of all ends `total_s`.
     """
 
     token_ids: list[int]
@@ -60,28 +92,34 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
+    cumulative_logprob: float | None = None
+    others: tuple[Completion, ...] = ()
+
     @property
-    def cumulative_logprob(self) -> float | None:
-        """The natural logarithm of the probability of the whole output; None without `logprobs`."""
-        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
+    def completions(self) -> tuple[Completion, ...]:
+        """All `n` outputs of the prompt; one, unless more were asked for."""
+        own = (self.token_ids, self.text, self.finish_reason, self.logprobs, self.cumulative_logprob)
+        return (Completion(*own), *self.others)
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first, per second after the first; 0 for a single token."""
+        """Tokens after the first of each output, per second after the first; 0 for a single token."""
         seconds = self.total_s - self.ttft_s
-        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
+        return sum(len(one.token_ids) - 1 for one in self.completions) / seconds if seconds > 0 else 0.0
 
 
-class StreamEvent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
     """News of a streamed request.
 
     Attributes:
         token_ids: tokens since the last event.
         text: characters that became final since the last event; possibly empty while a character is incomplete
             or a stop string may have begun.
-        finish_reason: None until the last event.
-        output: the whole output, with the last event.
+        finish_reason: None until the last event of this `index`.
+        output: the whole output, with the last event of all.
         logprobs: one for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
+        index: which of the prompt's `n` outputs goes on.
     """
 
     token_ids: list[int]
@@ -89,3 +127,4 @@ class StreamEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    index: int = 0

@@ -11,6 +11,7 @@ from typing import Any
 from hybridkv.errors import InvalidSampling
 
 MAX_TOKENS_LIMIT = 2**31 - 1
+MOST_OUTPUTS = 1024
 _SEED_LIMIT = 2**63 - 1
 
 
@@ -32,8 +33,13 @@ class SamplingParams:
             the range a token is practically banned or forced. Kept as pairs sorted by id. No token twice.
         min_tokens: generate at least this many tokens, 0 to max_tokens: before that, tokens that would end the
             output (end of sequence, stop_token_ids) cannot be drawn and stop strings are not looked for.
-        seed: makes the draws of this request repeatable whatever runs beside it. None takes one from torch's
-            default generator, so `torch.manual_seed` makes a whole program repeatable.
+        seed: makes the draws of this request repeatable whatever runs beside it; output i of several draws with
+            seed + i. None takes one from torch's default generator, so `torch.manual_seed` makes a whole program
+            repeatable.
+        n: outputs of the prompt, 1 to 1024. The prompt is computed once, and its pages are shared. Greedy outputs are
+            all the same.
+        best_of: generate this many outputs, n to 1024, and return the n whose tokens have the highest mean
+            log-probability in the model's own distribution, highest first. None is n. Not for streams.
         logprobs: report every generated token's log-probability and those of this many most likely tokens; 0 reports
             the token's own only, None nothing. Always of the model's own distribution: log_softmax of its logits,
             before biases, penalties, bans and temperature.
@@ -59,6 +65,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -80,6 +88,9 @@ class SamplingParams:
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, 0, _SEED_LIMIT))
+        self._set("n", _integer("n", self.n, 1, MOST_OUTPUTS))
+        if self.best_of is not None:
+            self._set("best_of", _integer("best_of", self.best_of, self.n, MOST_OUTPUTS))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), 0, MAX_TOKENS_LIMIT))
@@ -99,7 +110,12 @@ class SamplingParams:
     @property
     def measured(self) -> bool:
         """Whether the log-probabilities of generated tokens are wanted."""
-        return self.logprobs is not None
+        return self.logprobs is not None or self.sampled > self.n
+
+    @property
+    def sampled(self) -> int:
+        """How many outputs are generated, of which `n` are returned."""
+        return self.best_of or self.n
 
     @property
     def penalised(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.engine.detokenize import OutputText, Tokenizer
-from hybridkv.engine.outputs import FinishReason, RequestOutput, StreamEvent, TokenLogprob
+from hybridkv.engine.outputs import Completion, FinishReason, RequestOutput, StreamEvent, TokenLogprob, best
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.sampler_state import SamplerState
 from hybridkv.errors import HybridKVError, UsageError
@@ -33,6 +33,12 @@ class Request:
         priority: lower runs first.
         seq: held while running, None while waiting or done.
         error: why it ended without an output, if it did so alone.
+        index: which of its prompt's outputs it generates.
+        origin: the request that computes the prompt for it, if it is a copy.
+        copies: requests that go on from this one's prompt.
+        events: news of all outputs of the prompt.
+        completion: its own output, once it has ended.
+        output: once all of them have ended; copies have none.
     """
 
     arrival: int
@@ -50,6 +56,10 @@ class Request:
     finish_reason: FinishReason | None = None
     dropped: bool = False
     error: HybridKVError | None = None
+    index: int = 0
+    origin: Request | None = None
+    copies: list[Request] = field(default_factory=list)
+    completion: Completion | None = None
     output: RequestOutput | None = None
     events: deque[StreamEvent] = field(default_factory=deque)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -63,7 +73,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.state = SamplerState(self.params, self.prompt, self.stop_ids)
+        self.state = SamplerState(self.params, self.prompt, self.stop_ids, self.index)
         self._array = np.array(self.prompt, dtype=np.int64)
         self._text = OutputText(self.tokenizer, self.params.stop, include_stop=self.params.include_stop_str_in_output)
 
@@ -77,7 +87,23 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def head(self) -> Request:
+        """The request that computes the prompt."""
+        return self.origin or self
+
+    @property
+    def members(self) -> tuple[Request, ...]:
+        """All outputs of the prompt."""
+        return (self.head, *self.head.copies)
+
+    @property
     def done(self) -> bool:
+        """Whether every output of the prompt has ended."""
+        return all(one.ended for one in self.members)
+
+    @property
+    def ended(self) -> bool:
+        """Whether this output has ended, whatever others of its prompt do."""
         return self.dropped or self.error is not None or self.finish_reason is not None
 
     @property
@@ -148,22 +174,39 @@ class Request:
         elif last:
             self.finish_reason = "length"
         if self.finish_reason is not None:
-            self.output = self._finished(self.finish_reason)
-        self.events.append(StreamEvent([token], text, self.finish_reason, self.output, logprobs))
+            self.completion = self._completion(self.finish_reason)
+        head = self.head
+        if head.done:
+            head.output = head._finished()
+        shown = None if self.params.logprobs is None else logprobs
+        head.events.append(StreamEvent([token], text, self.finish_reason, head.output, shown, self.index))
 
-    def _finished(self, reason: FinishReason) -> RequestOutput:
+    def _completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            self.generated,
+            self._text.text,
+            reason,
+            None if self.params.logprobs is None else tuple(self.logprobs),
+            sum(token.logprob for token in self.logprobs) if self.params.measured else None,
+        )
+
+    def _finished(self) -> RequestOutput:
         now = time.perf_counter()
+        completions = [one.completion for one in self.members if one.completion is not None]
+        first, *others = best(completions, self.params.n)
         return RequestOutput(
-            token_ids=self.generated,
-            text=self._text.text,
+            token_ids=first.token_ids,
+            text=first.text,
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached_tokens or 0,
-            finish_reason=reason,
+            finish_reason=first.finish_reason,
             ttft_s=self._first - self._submitted,
             total_s=now - self._submitted,
-            preemptions=self.preemptions,
-            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            preemptions=sum(one.preemptions for one in self.members),
+            logprobs=first.logprobs,
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            cumulative_logprob=first.cumulative_logprob,
+            others=tuple(others),
         )
 
 

@@ -44,20 +44,21 @@ class SamplerState:
         bias_ids, biases: of `params.logit_bias`.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], stop_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], stop_ids: Iterable[int] = (), index: int = 0
+    ) -> None:
         """Start before the first token.
 
         Args:
             params: of the request.
             prompt: its tokens.
             stop_ids: every token that would end it; banned for its first `params.min_tokens` tokens.
+            index: which of the prompt's outputs this is; each has its own random stream.
         """
         self.params = params
         self._generator: torch.Generator | None = None
         if not params.greedy:
-            seed = params.seed
-            if seed is None:
-                seed = int(torch.randint(2**63 - 1, ()).item())
+            seed = int(torch.randint(2**63 - 1, ()).item()) if params.seed is None else params.seed + index
             self._generator = torch.Generator().manual_seed(seed)
         self.seen = TokenCounts(prompt if params.repetition_penalty != 1.0 else ())
         self.generated = TokenCounts()

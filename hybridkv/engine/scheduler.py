@@ -97,18 +97,30 @@ class Scheduler:
         self._close(request, cache=True)
         self._starved = False
 
-    def drop(self, request: Request) -> None:
-        """Take out a request nobody wants any more, between two steps."""
-        request.dropped = True
-        if request.seq is not None:
-            self.finish(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+    def branch(self, copy: Request) -> None:
+        """Let a copy that has its first token go on: as a fork of its head's prompt, or later if there is no room."""
+        copy.cached_tokens = copy.head.cached_tokens
+        if self._starved or len(self.running) >= self._max_running:
+            self.submit(copy)
+        else:
+            copy.seq = self._manager.fork(copy.head.sequence)
+            self.running.append(copy)
+
+    def drop(self, request: Request, *, cache: bool = True) -> None:
+        """Take out a request and its copies, which nobody wants any more, between two steps or after a failure."""
+        for one in request.members:
+            one.dropped = one.dropped or not one.ended
+            if one in self.running:
+                self._close(one, cache=cache)
+                self.finish(one)
+            elif one in self.waiting:
+                self.waiting.remove(one)
 
     def drop_all(self) -> None:
         """Close everything after a failed step; what that step wrote is not trusted."""
         for request in (*self.running, *self.waiting):
-            request.dropped = True
+            for one in request.members:
+                one.dropped = True
             self._close(request, cache=False)
         self.running.clear()
         self.waiting.clear()
