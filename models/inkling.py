@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MODE = "single"
 
-NOTE = "one request a forward pass: attention adds a bias by distance, which the packed attention does not know."
+NOTE = "One request a forward pass: attention adds a bias by distance, which the packed attention does not know."
 
 
 def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MODE = "single"
 
 NOTE = (
-    "one request a forward pass: the model accepts no cache but its own class. After its first pass a request's "
+    "One request a forward pass: the model accepts no cache but its own class. After its first pass a request's "
     "lightning attention runs token by token, as in transformers."
 )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MODE = "single"
 
-NOTE = "one request a forward pass: the convolutions are the model's own code, which knows no requests side by side."
+NOTE = "One request a forward pass: the convolutions are the model's own code, which knows no requests side by side."
 
 
 def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
