@@ -15,7 +15,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from hybridkv.entries import CacheEntry, Part, group_entries
 from hybridkv.layout import plan_layout
 from hybridkv.ops.conv import packed_conv
-from hybridkv.ops.delta import packed_delta_rule
+from hybridkv.ops.delta import DeltaKernels, packed_delta_rule
+from hybridkv.ops.delta_scan import DeltaInputs
 from hybridkv.ops.mamba1 import packed_selective_scan
 from hybridkv.ops.mamba2 import Discretisation, packed_ssd, ssd_step
 from hybridkv.ops.selective_scan import selective_scan
@@ -50,9 +51,10 @@ class Passes:
     def __init__(self, shapes: list[tuple[int, ...]], requests: list[Request]) -> None:
         parts = tuple(Part(f"part{i}", shape, "float32") for i, shape in enumerate(shapes))
         groups = group_entries([CacheEntry(0, "linear_attention", parts)])
-        self.entry = Entry(PoolStorage(plan_layout(groups, 1 << 20), poison=True), 0, 0)
+        layout = plan_layout(groups, 1 << 20)
+        self.entry = Entry(PoolStorage(layout, poison=True), 0, 0)
         self.requests = requests
-        free = iter(torch.randperm(self.entry.storage.layout.slots(0)).tolist())
+        free = iter(torch.randperm(layout.slots(0)).tolist())
         self.working = [next(free) for _ in requests]
         self.saved = [{at: next(free) for at in request.checkpoints} for request in requests]
 
@@ -195,8 +197,9 @@ def test_ssd_step_against_its_definition() -> None:
             torch.testing.assert_close(y[r, h], expected @ C[r, h // 2] + D[h] * x[r, h])
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("mix", MIXES)
-def test_gated_delta_rule(mix: str) -> None:
+def test_gated_delta_rule(mix: str, own: bool) -> None:
     torch.manual_seed(0)
     key_heads, heads, key_dim, dim = 2, 4, 5, 3
     requests = MIXES[mix]
@@ -207,18 +210,20 @@ def test_gated_delta_rule(mix: str) -> None:
     beta = [x.sigmoid() for x in wholes(requests, 1, heads, dim=1)]
     chunked = modeling_qwen3_next.torch_chunk_gated_delta_rule
     recurrent = modeling_qwen3_next.torch_recurrent_gated_delta_rule
-    options = {"use_qk_l2norm_in_kernel": True}
 
     def run(i: int, stop: int) -> tuple[Tensor, Tensor]:
         parts = [values[i][:, :stop] for values in (q, k, v, g, beta)]
-        out, state = recurrent(*parts[:3], g=parts[3], beta=parts[4], output_final_state=True, **options)
+        out, state = recurrent(
+            *parts[:3], g=parts[3], beta=parts[4], output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
         return out, state[0]
 
     for i, request in enumerate(requests):
         if request.length:
             passes.start(0, i, run(i, request.length)[1])
     packed = [pack(requests, values, 1) for values in (q, k, v, g, beta)]
-    found = packed_delta_rule(*packed, options, chunked, recurrent, passes.plan(), passes.entry, 0)
+    kernels = None if own else DeltaKernels(chunked, recurrent)
+    found = packed_delta_rule(DeltaInputs(*packed), True, kernels, passes.plan(), passes.entry, 0)
     full = [run(i, r.length + r.count)[0] for i, r in enumerate(requests)]
     torch.testing.assert_close(found, pack(requests, full, 1), rtol=1e-4, atol=1e-5)
     for i in range(len(requests)):

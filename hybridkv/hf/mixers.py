@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 
 from hybridkv.hf.step import PackedStep, active_step
 from hybridkv.ops.conv import packed_conv
-from hybridkv.ops.delta import packed_delta_rule
+from hybridkv.ops.delta import DeltaKernels, packed_delta_rule
+from hybridkv.ops.delta_scan import DeltaInputs
 from hybridkv.ops.mamba1 import packed_selective_scan
 from hybridkv.ops.mamba2 import Discretisation, packed_ssd
 from hybridkv.ops.selective_scan import selective_scan
@@ -107,9 +108,11 @@ def _delta_rule(
     **ignored: Any,
 ) -> tuple[Tensor, Tensor]:
     plan, entry = step.states_of(step.layer, RECURRENT)
-    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    recurrent = getattr(module, recurrent_form, original)
-    out = packed_delta_rule(query, key, value, g, beta, options, original, recurrent, plan, entry, RECURRENT)
+    kernels = None
+    if query.device.type != "cpu":
+        kernels = DeltaKernels(original, getattr(module, recurrent_form, original))
+    inputs = DeltaInputs(query, key, value, g, beta)
+    out = packed_delta_rule(inputs, use_qk_l2norm_in_kernel, kernels, plan, entry, RECURRENT)
     # Some mixers convert the state they get back, so it has to be a tensor; nobody keeps it.
     return out, query.new_empty(0)
 

@@ -1,15 +1,17 @@
-"""The gated delta rule over a packed pass (Yang et al., "Gated Delta Networks", 2024).
+"""The gated delta rule over a packed pass: the longer spans in chunks, all one-token spans at once.
 
-Both forms are the model's own: the chunked one for longer spans, the recurrent one for all one-token spans at once.
+On a CPU the arithmetic is our own, because the forms that come with transformers are references: written to be read,
+and slow. Elsewhere it is the module's own, which there may be a fused kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hybridkv.ops.delta_scan import DeltaInputs, delta_scan, delta_step
 from hybridkv.ops.mamba2 import chunk_for
 from hybridkv.ops.recurrence import packed_recurrence
 from hybridkv.ops.spans import Entry, StatePlan
@@ -17,15 +19,22 @@ from hybridkv.ops.spans import Entry, StatePlan
 CHUNK = 64
 
 
+class DeltaKernels(NamedTuple):
+    """A module's own forms of its delta rule; each takes `initial_state` and `output_final_state`.
+
+    Attributes:
+        chunked: for many tokens.
+        recurrent: for one.
+    """
+
+    chunked: Callable[..., Any]
+    recurrent: Callable[..., Any]
+
+
 def packed_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    options: Mapping[str, Any],
-    chunked: Callable[..., Any],
-    recurrent: Callable[..., Any],
+    inputs: DeltaInputs,
+    normalise: bool,
+    kernels: DeltaKernels | None,
     plan: StatePlan,
     entry: Entry,
     part: int,
@@ -33,15 +42,9 @@ def packed_delta_rule(
     """Run every span from its own state and leave the new states in their pages.
 
     Args:
-        query: [1, tokens, key heads, key dim], packed order; key alike.
-        key: what the state is read and written by.
-        value: [1, tokens, value heads, value dim].
-        g: log decay, [1, tokens, value heads], or [1, tokens, value heads, key dim] where each channel has its own
-            (Kimi Team, "Kimi Linear", 2025).
-        beta: [1, tokens, value heads], how much of a value is written.
-        options: further keywords of both functions.
-        chunked: the module's own chunked form, called with `initial_state` and `output_final_state`.
-        recurrent: the module's own recurrent form, called alike.
+        inputs: of all tokens in packed order, as one row.
+        normalise: scale queries and keys to length 1.
+        kernels: what computes it; None for our own arithmetic.
         plan: of the layer's group.
         entry: the layer's pages; the state is [value heads, key dim, value dim].
         part: which part of the entry is the state.
@@ -51,23 +54,35 @@ def packed_delta_rule(
     """
 
     def step(state: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, decay, rate = (values[0, : plan.singles].unsqueeze(1) for values in (query, key, value, g, beta))
-        out, state = recurrent(q, k, v, g=decay, beta=rate, initial_state=state, output_final_state=True, **options)
+        rows = DeltaInputs(*(values[0, : plan.singles].unsqueeze(1) for values in inputs))
+        if kernels is None:
+            out, state = delta_step(rows, state, normalise=normalise)
+        else:
+            out, state = _run(kernels.recurrent, rows, normalise, state)
         return out.transpose(0, 1), state
 
     def scan(start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, decay, rate = (values[:, start:stop] for values in (query, key, value, g, beta))
-        out, state = chunked(
-            q,
-            k,
-            v,
-            g=decay,
-            beta=rate,
-            chunk_size=chunk_for(stop - start, CHUNK),
-            initial_state=state,
-            output_final_state=True,
-            **options,
-        )
-        return out, state
+        span = inputs.tokens(start, stop)
+        if kernels is None:
+            return delta_scan(span, state, normalise=normalise)
+        return _run(kernels.chunked, span, normalise, state, chunk_size=chunk_for(stop - start, CHUNK))
 
     return packed_recurrence(plan, entry, part, 1, step, scan)
+
+
+def _run(
+    kernel: Callable[..., Any], inputs: DeltaInputs, normalise: bool, state: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    query, key, value, g, beta = inputs
+    out, state = kernel(
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalise,
+        **options,
+    )
+    return out, state
