@@ -45,8 +45,8 @@ def jamba() -> PreTrainedConfig:
     """8 layers, one of full attention, the others Mamba-1, every second with four experts; 14 M parameters."""
     return JambaConfig(
         vocab_size=VOCAB,
-        hidden_size=320,
-        intermediate_size=640,
+        hidden_size=256,
+        intermediate_size=512,
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=2,
