@@ -34,6 +34,7 @@ SCORING = {
     "plain": Scoring(0.3, fused=False),
     "softcap": Scoring(0.3, softcap=2.0),
     "sinks": Scoring(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "plain sinks": Scoring(0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), fused=False),
     "softcap and sinks": Scoring(0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
 }
 

@@ -1,7 +1,7 @@
 """Attention of a packed pass over the pages of one layer.
 
 Two ways to compute it: torch's fused kernel, and plain arithmetic for what the fused kernel has no argument for
-(logit soft-capping, attention sinks). The plain one is also the reference of the tests.
+(logit soft-capping; off the CPU, attention sinks). The plain one is also the reference of the tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridkv.ops.inplace import attend_in_place, everything
+from hybridkv.ops.inplace import Fused, attend_in_place, everything, fused
 from hybridkv.ops.spans import Bucket, Entry, TokenChunk, TokenPlan
 
 _SCORE_ITEMS = 1 << 24
@@ -137,8 +137,12 @@ def attend(
     Returns:
         [batch, heads, queries, value dim]
     """
-    if scoring.fused and scoring.softcap is None and sinks is None:
-        return _fused(query, key, value, mask, causal, scoring.scale)
+    if scoring.fused and scoring.softcap is None:
+        if sinks is None:
+            return _fused(query, key, value, mask, causal, scoring.scale)
+        kernel = fused(query.device)
+        if kernel is not None and key.shape[-1] == value.shape[-1]:
+            return _fused_with_sinks(kernel, query, key, value, mask, causal, scoring.scale, sinks)
     return _plain(query, key, value, mask, causal, scoring, sinks)
 
 
@@ -151,6 +155,25 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal and query.shape[2] > 1, scale=scale, enable_gqa=grouped
     )
+
+
+def _fused_with_sinks(
+    kernel: Fused,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    sinks: Tensor,
+) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    output, normaliser = kernel(query, key, value, is_causal=causal and query.shape[2] > 1, attn_mask=mask, scale=scale)
+    # A sink adds exp(sink) to the sum that every weight was divided by.
+    share = torch.sigmoid(normaliser.unsqueeze(-1) - sinks.float())
+    return output * share.to(output.dtype)
 
 
 def _plain(
