@@ -19,7 +19,7 @@ from hybridkv.sequence import Sequence, StatePages, TokenPages
 
 if TYPE_CHECKING:
     from hybridkv.engine.engine import Engine
-    from hybridkv.engine.outputs import RequestOutput, StreamEvent
+    from hybridkv.engine.outputs import Completion, Likely, RequestOutput, StreamEvent, TokenLogprob
     from hybridkv.engine.params import SamplingParams
     from hybridkv.engine.wrap import wrap
     from hybridkv.hf.paged_cache import paged_cache
@@ -27,22 +27,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Completion": "hybridkv.engine.outputs",
     "Engine": "hybridkv.engine.engine",
+    "Likely": "hybridkv.engine.outputs",
     "RequestOutput": "hybridkv.engine.outputs",
     "SamplingParams": "hybridkv.engine.params",
     "StreamEvent": "hybridkv.engine.outputs",
+    "TokenLogprob": "hybridkv.engine.outputs",
     "paged_cache": "hybridkv.hf.paged_cache",
     "wrap": "hybridkv.engine.wrap",
 }
 
 __all__ = [
     "CacheEntry",
+    "Completion",
     "Engine",
     "GroupKind",
     "GroupManager",
     "GroupUsage",
     "HybridKVError",
     "LayerGroup",
+    "Likely",
     "OutOfPages",
     "PageCopy",
     "Part",
@@ -52,6 +57,7 @@ __all__ = [
     "Sequence",
     "StatePages",
     "StreamEvent",
+    "TokenLogprob",
     "TokenPages",
     "Usage",
     "__version__",

@@ -192,6 +192,34 @@ def test_not_a_number_ends_every_output_of_the_prompt_and_nobody_elses(after: in
     assert engine.usage().live_bytes == 0
 
 
+def test_a_pass_that_fails_for_others_ends_a_prompt_whose_copies_have_not_begun() -> None:
+    engine, runner = make(max_batch_tokens=16)
+    (request,) = engine._requests(prompt_of(40), SamplingParams(n=3), None, None)
+    engine._core.submit(request)
+    engine._core.step()
+    runner.fail_at = 1
+    with pytest.raises(RuntimeError):
+        engine._core.step()
+    assert request.done
+    assert request.output is None
+
+
+def test_one_output_that_is_not_a_number_ends_those_that_are() -> None:
+    prompt = prompt_of(30)
+    params = SamplingParams(max_tokens=15, temperature=1.0, seed=7, n=6)
+    outputs = tokens_of(run(sampling(), [prompt], params)[0])
+    others = {token for tokens in outputs[:5] for token in tokens}
+    engine = sampling()
+    engine._runner.nan_at = next(  # type: ignore[attr-defined]
+        token for token in outputs[5][:14] if token not in others and token not in prompt
+    )
+    with pytest.raises(HybridKVError, match="not a number"):
+        engine.generate(prompt, params)
+    engine.manager.check()
+    assert engine.usage().live_bytes == 0
+    assert engine.usage().cached_bytes == 0, "nothing of theirs is kept"
+
+
 def test_the_best_have_the_highest_mean_log_probability() -> None:
     params = SamplingParams(max_tokens=25, temperature=1.3, seed=11, n=8, logprobs=0, stop_token_ids=tuple(range(9)))
     prompt = prompt_of(20)

@@ -109,7 +109,8 @@ def test_a_cached_prompt_is_computed_again_for_them_and_serves_others_as_a_prefi
     assert both[1].cached_tokens > 0
 
 
-def test_a_preempted_prompt_goes_on_where_its_log_probabilities_end(model: Any) -> None:
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_preempted_prompt_goes_on_where_its_log_probabilities_end(model: Any, evicted: bool) -> None:
     long = prompt_of(90, 6)
     with wrap(model, memory="4MiB", max_batch_tokens=16, checkpoint_interval=16, poison=True) as engine:
         (request,) = engine._requests(long, SamplingParams(max_tokens=2, prompt_logprobs=1), None, None)
@@ -118,15 +119,29 @@ def test_a_preempted_prompt_goes_on_where_its_log_probabilities_end(model: Any) 
             engine._core.step()
         engine._core._scheduler.running.remove(request)
         engine._core._scheduler._close(request, cache=True)
+        if evicted:
+            engine.clear_cache()
         engine._core._scheduler.submit(request)
         sizes = []
         while not request.done:
             plan = engine._core.step()
             sizes += [chunk.size for chunk in plan.chunks]
-        assert sum(sizes) <= 90 - 32, "most of what was scored is a hit"
+        assert sum(sizes) == (90 if evicted else 90 - 48), "what was scored is a hit"
         assert request.output is not None
         check(request.output.prompt_logprobs, full_forward(model, long), long[1:], 1)
         engine.manager.check()
+
+
+def test_a_scored_prompt_waits_for_no_prefix_it_could_not_hit(engine: Engine) -> None:
+    prompt = prompt_of(80, 5)
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, prompt_logprobs=0)]
+    requests = engine._requests([prompt, [*prompt[:20], 1]], params, None, None)
+    for request in requests:
+        engine._core.submit(request)
+    engine._core._scheduler._max_batch_tokens = 90
+    assert [chunk.request for chunk in engine._core.step().chunks] == requests
+    for request in requests:
+        engine._core.drop(request)
 
 
 def test_the_definition() -> None:
