@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.boundaries import checked_breakpoints, planned
 from hybridkv.errors import RequestError
@@ -15,6 +17,39 @@ from hybridkv.ledger import Ledger
 from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges, resumable
 from hybridkv.sequence import NO_PAGE, GroupTable, Sequence
+
+
+class Found(NamedTuple):
+    """What is known of a prompt.
+
+    Attributes:
+        digests: of its whole units.
+        matched: leading units somebody computed before.
+        rows: entry rows of the units that every group can resume after.
+    """
+
+    digests: list[bytes]
+    matched: int
+    rows: Rows
+
+
+def find_hit(
+    ledger: Ledger,
+    seed: bytes,
+    tokens: NDArray[np.uint32],
+    extras: dict[int, bytes],
+    algorithm: str,
+    most_hit: int | None = None,
+) -> Found:
+    """The prefix hit of a prompt; changes nothing. The last token is always computed: it chooses the first output."""
+    unit = ledger.layout.unit_tokens
+    digests = unit_digests(seed, tokens[: len(tokens) // unit * unit], unit, extras, algorithm)
+    index = ledger.index
+    matched = index.match(digests)
+    rows = index.chain(index.row(digests[matched - 1])) if matched else np.zeros(0, np.int64)
+    most = len(tokens) - 1 if most_hit is None else min(most_hit, len(tokens) - 1)
+    hit = resumable_units(ledger.layout, index, rows, min(matched, most // unit))
+    return Found(digests, matched, rows[:hit])
 
 
 def open_sequence(
@@ -52,18 +87,12 @@ def open_sequence(
         return seq
     if interval:
         wanted.update(range(interval, length - 1, interval))
-    digests = unit_digests(seq.seed, seq.token_ids(0, length // unit * unit), unit, extras, algorithm)
-    index = ledger.index
-    matched = index.match(digests)
-    rows = index.chain(index.row(digests[matched - 1])) if matched else np.zeros(0, np.int64)
-    # The last token is always computed: its logits choose the first one of the output.
-    most = length - 1 if most_hit is None else min(most_hit, length - 1)
-    hit = resumable_units(ledger.layout, index, rows, min(matched, most // unit))
-    seq.images, seq.extras, seq.digests = images, extras, digests
-    hold_prefix(ledger, seq, rows[:hit])
+    found = find_hit(ledger, seq.seed, seq.token_ids(), extras, algorithm, most_hit)
+    seq.images, seq.extras, seq.digests = images, extras, found.digests
+    hold_prefix(ledger, seq, found.rows)
     seq.hit_tokens = seq.length
     # Where the known prefix ends, another request went its own way: a third one may come.
-    seq.plan = planned([*wanted, matched * unit], ledger.layout.boundary_tokens, seq.length)
+    seq.plan = planned([*wanted, found.matched * unit], ledger.layout.boundary_tokens, seq.length)
     return seq
 
 

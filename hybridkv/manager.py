@@ -7,7 +7,7 @@ lets go of what slid out; `close` keeps the end of the generation as a resume po
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -19,6 +19,7 @@ from hybridkv.commits import Commits
 from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
 from hybridkv.errors import EmptyPrompt, UsageError
+from hybridkv.forecast import fits_grown
 from hybridkv.hashing import (
     Adapter,
     Image,
@@ -31,7 +32,7 @@ from hybridkv.hashing import (
 from hybridkv.holding import tokens_that_fit
 from hybridkv.layout import plan_layout
 from hybridkv.ledger import Ledger
-from hybridkv.lookup import open_sequence, release_pages
+from hybridkv.lookup import find_hit, open_sequence, release_pages
 from hybridkv.pool import PageCopy
 from hybridkv.retention import policy_named
 from hybridkv.sequence import Sequence, StatePages, TokenPages, as_tokens
@@ -139,30 +140,49 @@ class GroupManager:
         self._open[seq.id] = seq
         return seq
 
-    def reserve(self, seq: Sequence, n: int) -> None:
+    def hit_tokens(self, token_ids: ArrayLike, *, salt: Salt | None = None, adapter: Adapter | None = None) -> int:
+        """How much of this prompt `open` would find computed now. It holds nothing and counts as no use.
+
+        Raises:
+            TokenOutOfRange: an id outside [0, 2**32).
+        """
+        seed = self._seed(adapter=adapter, salt=salt)
+        return len(find_hit(self._ledger, seed, checked_tokens(token_ids), {}, self.hash).rows) * self.unit_tokens
+
+    def fits_grown(self, wants: Seq[tuple[Sequence, int]]) -> bool:
+        """Whether these open, distinct sequences could grow to these lengths together, beside all that is live.
+
+        Cached pages count as room and shared pages once; checkpoints and copies of states, which give way, not at all.
+        """
+        return fits_grown(self._ledger, wants)
+
+    def reserve(self, seq: Sequence, n: int, *, keep: Collection[Sequence] = ()) -> None:
         """Take pages for the next `n` tokens in every group.
 
         Pages the sequence no longer needs are let go of first, also where the reservation then fails. After the
         forward pass has run, only `commit`, `truncate` and `close` are right: states have advanced.
 
+        Args:
+            keep: sequences whose copy of the states is not given up to make room.
+
         Raises:
             OutOfPages: they do not fit beside what other running requests hold; nothing was taken or evicted.
             UsageError: a closed sequence, or `n` below 1.
         """
-        self.reserve_all([seq], n)
+        self.reserve_all([seq], n, keep=keep)
 
-    def reserve_all(self, seqs: Seq[Sequence], n: int) -> None:
+    def reserve_all(self, seqs: Seq[Sequence], n: int, *, keep: Collection[Sequence] = ()) -> None:
         """`reserve` the next `n` tokens of each of these distinct sequences, or nothing for any of them."""
         for seq in seqs:
             self._require_open(seq)
         if n < 1 or n != int(n):
             raise UsageError(f"reserve a whole number of at least 1 token, got {n}")
-        reservation.reserve(self._ledger, self._open, [(seq, n) for seq in seqs])
+        reservation.reserve(self._ledger, self._open, [(seq, n) for seq in seqs], keep)
         for seq in seqs:
             reservation.drop_spare(self._ledger, seq)
             seq.reserved = n
 
-    def reserve_decode(self, seqs: Seq[Sequence]) -> None:
+    def reserve_decode(self, seqs: Seq[Sequence], *, keep: Collection[Sequence] = ()) -> None:
         """Take pages for one more token of each of these distinct sequences.
 
         Raises:
@@ -172,7 +192,7 @@ class GroupManager:
         if short:
             for seq in short:
                 self._require_open(seq)
-            reservation.reserve(self._ledger, self._open, [(seq, 1) for seq in short])
+            reservation.reserve(self._ledger, self._open, [(seq, 1) for seq in short], keep)
         for seq in seqs:
             if seq.firm:
                 reservation.drop_spare(self._ledger, seq)

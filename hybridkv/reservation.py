@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -17,11 +17,12 @@ from hybridkv.sequence import NO_PAGE, Sequence, Snapshot, StatePages
 Wants = Seq[tuple[Sequence, int]]
 
 
-def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> None:
+def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, keep: Collection[Sequence] = ()) -> None:
     """Pages for the next tokens of these distinct sequences, with a page for every checkpoint on the way.
 
     Under pressure it first goes without checkpoints, then without the decode snapshots of running requests, then
-    takes a hit's own checkpoint instead of copying it: what is left is exactly what must be held.
+    takes a hit's own checkpoint instead of copying it: what is left is exactly what must be held. Snapshots go one by
+    one, those of the longest open requests first, and those of the sequences in `keep` not at all.
 
     Raises:
         OutOfPages: that does not fit either. Nothing was changed.
@@ -34,7 +35,7 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants) -> No
         checkpoints = [[] for _ in wants]
         demand = _demand(ledger, wants, checkpoints)
     if not pool.fits_live(demand):
-        _make_room(ledger, running, wants, demand)
+        _make_room(ledger, running, wants, demand, keep)
         demand = _demand(ledger, wants, checkpoints)
     ledger.fund(demand)
     for (seq, n), boundaries in zip(wants, checkpoints, strict=True):
@@ -209,9 +210,11 @@ def _shared_tail(ledger: Ledger, seq: Sequence, group: int) -> int:
     return -1 if ledger.is_writable(group, int(seq.table(group).pages[index])) else index
 
 
-def _make_room(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, demand: list[int]) -> None:
+def _make_room(
+    ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, demand: list[int], keep: Collection[Sequence]
+) -> None:
     """Give up snapshots and claim hit checkpoints, if that makes `demand` fit; else raise and change nothing."""
-    owners = [seq for seq in running.values() if seq.snapshot is not None]
+    owners = [seq for seq in running.values() if seq.snapshot is not None and seq not in keep]
     claims = [
         (g, seq.working[g])
         for seq, _ in wants
@@ -232,6 +235,8 @@ def _make_room(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, de
             pool=total,
         )
     for seq in owners:
+        if ledger.pool.fits_live(demand):
+            return
         drop_snapshot(ledger, seq)
     if not ledger.pool.fits_live(demand):
         for g, page in claims:

@@ -7,6 +7,8 @@ from typing import Any
 
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.outputs import RequestOutput
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.request import Request
 from hybridkv.manager import GroupManager
 from tests.engine_fakes import VOCAB, FakeRunner, expected_tokens, hybrid_groups
 
@@ -20,6 +22,13 @@ def make(groups: Any = None, pool_bytes: int = 1 << 20, **options: Any) -> tuple
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def submit(engine: Engine, prompt: list[int], max_tokens: int, *, priority: int = 0, **params: Any) -> Request:
+    """A request in the queue of an engine whose steps the test runs."""
+    (request,) = engine._requests(prompt, SamplingParams(max_tokens, **params), None, None, True, priority)
+    engine._core.submit(request)
+    return request
 
 
 def check(engine: Engine, prompts: list[list[int]], outs: list[RequestOutput], count: int) -> None:

@@ -53,7 +53,7 @@ def test_a_preempted_request_without_cache_is_computed_again() -> None:
     layout = GroupManager(hybrid_groups(), 1 << 20).layout
     engine, _ = make(hybrid_groups(), layout.slab_bytes * 12)
     count = engine.manager.tokens_that_fit() // 2
-    prompts = [prompt_of(count // 2, i) for i in range(4)]
+    prompts = [prompt_of(count // 4, i) for i in range(4)]
     outs = engine.generate(prompts, SamplingParams(max_tokens=count), cache=False)
     check(engine, prompts, outs, count)
     assert sum(out.preemptions for out in outs) > 0
@@ -80,6 +80,19 @@ def finished_in_order(priorities: list[int], **options: Any) -> list[int]:
 def test_the_lowest_priority_number_is_served_first_and_ties_by_arrival() -> None:
     assert finished_in_order([0, 0, 0], max_running=1) == [0, 1, 2]
     assert finished_in_order([5, 0, -3, 0, 5], max_running=1) == [2, 1, 3, 0, 4]
+
+
+def test_an_urgent_prompt_is_computed_before_one_under_way() -> None:
+    engine, runner = make(max_batch_tokens=32)
+    slow = engine._requests(prompt_of(320, 1), SamplingParams(max_tokens=2), None, None)[0]
+    engine._core.submit(slow)
+    engine._core.step()
+    urgent = engine._requests(prompt_of(64, 2), SamplingParams(max_tokens=2), None, None, True, -1)[0]
+    engine._core.submit(urgent)
+    start = len(runner.passes)
+    while not urgent.events:
+        engine._core.step()
+    assert len(runner.passes) - start == 2
 
 
 def test_preemption_takes_the_least_urgent_request() -> None:

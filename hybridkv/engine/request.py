@@ -39,6 +39,7 @@ class Request:
         events: news of all outputs of the prompt.
         completion: its own output, once it has ended.
         output: once all of them have ended; copies have none.
+        foreseen_hit, refused_at, passed: kept by the admission while it waits.
     """
 
     arrival: int
@@ -60,6 +61,9 @@ class Request:
     origin: Request | None = None
     copies: list[Request] = field(default_factory=list)
     completion: Completion | None = None
+    foreseen_hit: int | None = None
+    refused_at: int | None = None
+    passed: int = 0
     output: RequestOutput | None = None
     events: deque[StreamEvent] = field(default_factory=deque)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -76,11 +80,6 @@ class Request:
         self.state = SamplerState(self.params, self.prompt, self.stop_ids, self.index)
         self._array = np.array(self.prompt, dtype=np.int64)
         self._text = OutputText(self.tokenizer, self.params.stop, include_stop=self.params.include_stop_str_in_output)
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Its place in the order of service: lower comes first and is preempted last."""
-        return self.priority, self.arrival
 
     @property
     def generated(self) -> list[int]:
@@ -208,6 +207,11 @@ class Request:
             cumulative_logprob=first.cumulative_logprob,
             others=tuple(others),
         )
+
+
+def by_rank(request: Request) -> tuple[int, int]:
+    """Its place in the order of service: lower comes first and is preempted last."""
+    return request.priority, request.arrival
 
 
 def shared_boundaries(request: Request, others: Sequence[Request], unit_tokens: int, most: int) -> tuple[int, ...]:

@@ -1,28 +1,29 @@
 """Which tokens the next forward pass computes, and who gives way when the pages run out.
 
-One step holds every running decode, one token each, then chunks of prompts in order of priority and arrival, within a
-budget of tokens; a long prompt therefore never holds up a decode. Rules, all of them:
+One step holds every running decode, one token each, then chunks of prompts within a budget of tokens. So the gap
+between two tokens of a request is one step, however long the prompts beside it are. Rules, all of them:
 
-- A decode that finds no page preempts the running request that is last in that order. It goes back to its place in the
-  queue with its prompt and its output so far, and its pages stay cached.
-- A prompt chunk that finds no page is halved until it fits; if nothing fits, the prompt sits the step out. Only where
-  the step would otherwise be empty does it preempt.
-- After pages ran out nobody is admitted until a running request has finished, so that a preempted request does not
-  come back only to be preempted again.
+- A decode that finds no page preempts the running request that is last in order of priority and arrival. It goes back
+  to its place in the queue with its prompt and its output so far, and its pages stay cached.
+- Prompts take from the budget as turns.py says. A chunk that finds no page is halved until it fits; if nothing fits,
+  the prompt sits the step out. Only where the step would otherwise be empty does it preempt.
+- Waiting requests are admitted as admission.py says.
 - A waiting request that shares a prefix with a prompt being computed waits for that prefix rather than compute it
-  twice, and the prompt being computed keeps a resume point there.
+  twice. The prompt being computed keeps a resume point there, and is as urgent as the one that waits for it.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from typing import NamedTuple
 
-from hybridkv.engine.request import Request, shared_boundaries
+from hybridkv.engine.admission import Admission
+from hybridkv.engine.request import Request, by_rank
+from hybridkv.engine.turns import Urgency, in_turn, owed
 from hybridkv.errors import ConfigError, OutOfPages
 from hybridkv.manager import GroupManager
+from hybridkv.sequence import Sequence
 
-_SHARED_RESUME_POINTS = 4
+_WORTH_ALIGNING = 8
 
 
 class Chunk(NamedTuple):
@@ -65,17 +66,16 @@ class Scheduler:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         self._manager = manager
         self._unit = manager.layout.unit_tokens
+        self._boundary = manager.layout.boundary_tokens
         self._max_batch_tokens = max_batch_tokens
         self._max_scored_tokens = max_scored_tokens
         # Every running request may decode in the same step.
-        self._max_running = min(max_running, max_batch_tokens)
-        self._starved = False
-        self.waiting: list[Request] = []
+        self._admission = Admission(manager, min(max_running, max_batch_tokens))
         self.running: list[Request] = []
 
     def submit(self, request: Request) -> None:
         """Queue a request that was checked."""
-        insort(self.waiting, request, key=_rank)
+        self._admission.submit(request)
 
     def plan(self) -> Plan:
         """Choose and reserve the next forward pass; empty only if no request is left.
@@ -84,27 +84,24 @@ class Scheduler:
             OutOfPages: the only running request cannot go on, because others hold pages of this pool.
         """
         plan = Plan(self._reserve_decodes(), [])
-        budget = self._max_batch_tokens - len(plan.decodes)
-        for request in sorted((r for r in self.running if not r.decoding), key=_rank):
-            if request.seq is not None and (size := self._chunk_size(plan, request, budget)):
-                budget -= self._add_chunk(plan, request, size)
-        self._admit(plan, budget)
+        self._share_out(plan, self._max_batch_tokens - len(plan.decodes))
+        if plan.empty and self.running:
+            self._force(plan)
         return plan
 
     def finish(self, request: Request) -> None:
         """Take a finished request out; what it computed stays cached."""
         self.running.remove(request)
         self._close(request, cache=True)
-        self._starved = False
+        self._admission.ended(request)
 
     def branch(self, copy: Request) -> None:
         """Let a copy that has its first token go on: as a fork of its head's prompt, or later if there is no room."""
         copy.cached_tokens = copy.head.cached_tokens
-        if self._starved or len(self.running) >= self._max_running:
-            self.submit(copy)
-        else:
-            copy.seq = self._manager.fork(copy.head.sequence)
+        if self._admission.fork(copy, self.running):
             self.running.append(copy)
+        else:
+            self._admission.submit(copy)
 
     def drop(self, request: Request, *, cache: bool = True) -> None:
         """Take out a request and its copies, which nobody wants any more, between two steps or after a failure."""
@@ -113,23 +110,22 @@ class Scheduler:
             if one in self.running:
                 self._close(one, cache=cache)
                 self.finish(one)
-            elif one in self.waiting:
-                self.waiting.remove(one)
+            elif one in self._admission.waiting:
+                self._admission.waiting.remove(one)
 
     def drop_all(self) -> None:
         """Close everything after a failed step; what that step wrote is not trusted."""
-        for request in (*self.running, *self.waiting):
+        for request in (*self.running, *self._admission.waiting):
             for one in request.members:
                 one.dropped = True
             self._close(request, cache=False)
         self.running.clear()
-        self.waiting.clear()
-        self._starved = False
+        self._admission.clear()
 
     def _reserve_decodes(self) -> list[Request]:
         while decodes := [request for request in self.running if request.decoding]:
             try:
-                self._manager.reserve_decode([request.sequence for request in decodes])
+                self._manager.reserve_decode([request.sequence for request in decodes], keep=self._next_out())
             except OutOfPages:
                 if len(self.running) == 1:
                     raise
@@ -138,99 +134,116 @@ class Scheduler:
                 break
         return decodes
 
+    def _share_out(self, plan: Plan, budget: int) -> None:
+        """Chunks of prompts, running and waiting ones, within the budget."""
+        prompts = [request for request in self.running if not request.decoding]
+        waiting, awaited = self._await_prefixes(prompts)
+        prompts += waiting
+        if not budget or not prompts:
+            return
+        first = min(prompts, key=by_rank)
+        # Nobody shorter may take the last place or the last pages from the one whose turn it is.
+        started = [first] if first.seq is None and self._admit(first, first) else []
+        debt = min(owed(budget), first.remaining) if first.seq is not None else 0
+        closed = False
+        for request in in_turn(prompts, self._admission.tokens_left, awaited, budget):
+            if request is first:
+                debt = 0
+            room = self._room(plan, request, budget - debt)
+            if request.seq is None and request is not first and room and not closed:
+                if not request.scoring and any(
+                    request.shared_tokens(other, self._unit) > other.computed for other in started
+                ):
+                    continue
+                # The next ones are longer still, so who finds no room closes the door behind it.
+                closed = not self._admit(request, first)
+                started.append(request)
+            if request.seq is not None and room:
+                budget -= self._add_chunk(plan, request, min(room, request.remaining))
+
+    def _room(self, plan: Plan, request: Request, budget: int) -> int:
+        """Tokens of the budget that this prompt may take."""
+        if not request.scoring:
+            return budget
+        taken = sum(chunk.size for chunk in plan.chunks if chunk.request.scoring)
+        return max(min(budget, self._max_scored_tokens - taken), 0)
+
+    def _admit(self, request: Request, first: Request) -> bool:
+        admitted = self._admission.admit(request, self.running, first)
+        if admitted:
+            self.running.append(request)
+        return admitted
+
+    def _await_prefixes(self, prompts: list[Request]) -> tuple[list[Request], dict[Request, Urgency]]:
+        """Waiting requests that need not wait for a prefix, and the prompts that the others wait for."""
+        ready: list[Request] = []
+        awaited: dict[Request, Urgency] = {}
+        for request in self._admission.candidates:
+            waits = False
+            for other in prompts:
+                if request.scoring or other.computed >= len(other.prompt):
+                    continue
+                shared = request.shared_tokens(other, self._unit)
+                if shared > other.computed:
+                    # Asked before its next chunk is reserved: it must learn in time where to keep a resume point.
+                    self._manager.add_breakpoint(other.sequence, shared)
+                    urgency = request.priority, shared - other.computed, request.arrival
+                    awaited[other] = min(urgency, awaited.get(other, urgency))
+                    waits = True
+            if waits:
+                request.foreseen_hit = None
+            else:
+                ready.append(request)
+        return ready, awaited
+
     def _add_chunk(self, plan: Plan, request: Request, size: int) -> int:
         """Plan a chunk of a running prompt, as much of it as there is room for; its size, or 0."""
-        while not (fits := self._reserve(request, size)):
-            self._starved = True
-            if not plan.empty:
-                return 0
+        fits = self._reserve(request, self._aligned(request, size))
+        if fits:
+            plan.chunks.append(Chunk(request, fits))
+        else:
+            self._admission.starve()
+        return fits
+
+    def _force(self, plan: Plan) -> None:
+        """Let the first of the running prompts go on, whoever has to go for it."""
+        request = min(self.running, key=by_rank)
+        size = min(self._room(plan, request, self._max_batch_tokens), request.remaining)
+        while not self._add_chunk(plan, request, size):
             if len(self.running) == 1:
                 self._manager.reserve(request.sequence, 1)
             else:
-                self._preempt_last(keep=request)
-        plan.chunks.append(Chunk(request, fits))
-        return fits
+                self._preempt_last()
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        for request in self.waiting[: self._max_running]:
-            # Asked first: the prompt under way must learn in time where to keep a resume point.
-            if self._prefix_is_coming(request):
-                continue
-            if not budget or len(self.running) >= self._max_running or (self._starved and self.running):
-                return
-            if request.scoring and not self._chunk_size(plan, request, budget):
-                return
-            self._open(request)
-            size = self._chunk_size(plan, request, budget)
-            if self.running and not self._reserve(request, size, smallest=size):
-                self._starved = True
-                self._close(request, cache=True)
-                return
-            self.waiting.remove(request)
-            self.running.append(request)
-            if len(self.running) > 1:
-                plan.chunks.append(Chunk(request, size))
-            else:
-                size = self._add_chunk(plan, request, size)
-            budget -= size
-            if request.cached_tokens is None:
-                request.cached_tokens = request.computed
+    def _aligned(self, request: Request, size: int) -> int:
+        """The size of a chunk that ends at a boundary where that costs little: a preempted prompt resumes there."""
+        beyond = (request.computed + size) % self._boundary
+        last = size == request.remaining
+        return size if last or beyond * _WORTH_ALIGNING > size else size - beyond
 
-    def _chunk_size(self, plan: Plan, request: Request, budget: int) -> int:
-        size = min(budget, request.remaining)
-        if request.scoring:
-            taken = sum(chunk.size for chunk in plan.chunks if chunk.request.scoring)
-            size = min(size, self._max_scored_tokens - taken)
-        return size
-
-    def _reserve(self, request: Request, size: int, smallest: int = 1) -> int:
-        """Reserve `size` tokens, or half of it and so on down to `smallest`; how many, or 0."""
-        while size >= smallest:
+    def _reserve(self, request: Request, size: int) -> int:
+        """Reserve `size` tokens, or half of it and so on; how many, or 0."""
+        while size:
             try:
-                self._manager.reserve(request.sequence, size)
+                self._manager.reserve(request.sequence, size, keep=self._next_out())
             except OutOfPages:
                 size //= 2
             else:
-                return size
-        return 0
+                break
+        return size
 
-    def _open(self, request: Request) -> None:
-        others = [other for other in self.waiting[: self._max_running] if other is not request]
-        shared = shared_boundaries(request, others, self._unit, _SHARED_RESUME_POINTS)
-        request.seq = self._manager.open(
-            request.tokens,
-            salt=request.salt,
-            breakpoints=tuple(sorted({*request.breakpoints, *shared})),
-            cache=request.cache,
-            # What a prefix would have given in log-probabilities is not cached.
-            most_hit=len(request.prompt_logprobs) if request.scoring else None,
-        )
+    def _next_out(self) -> tuple[Sequence, ...]:
+        """The sequence to be preempted next, if any: it resumes from its copy of the states, so that one stays."""
+        return (max(self.running, key=by_rank).sequence,) if len(self.running) > 1 else ()
 
-    def _prefix_is_coming(self, request: Request) -> bool:
-        if request.scoring:
-            return False
-        coming = False
-        for other in self.running:
-            if other.computed < len(other.prompt):
-                shared = request.shared_tokens(other, self._unit)
-                if shared > other.computed:
-                    self._manager.add_breakpoint(other.sequence, shared)
-                    coming = True
-        return coming
-
-    def _preempt_last(self, keep: Request | None = None) -> None:
-        victim = max((r for r in self.running if r is not keep), key=_rank)
+    def _preempt_last(self) -> None:
+        victim = max(self.running, key=by_rank)
         self.running.remove(victim)
         self._close(victim, cache=True)
         victim.preemptions += 1
-        self.submit(victim)
-        self._starved = True
+        self._admission.preempted(victim)
 
     def _close(self, request: Request, *, cache: bool) -> None:
         if request.seq is not None:
             self._manager.close(request.seq, cache=cache)
             request.seq = None
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank
