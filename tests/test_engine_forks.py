@@ -122,6 +122,18 @@ def test_output_i_draws_with_seed_plus_i_whatever_runs_beside_it(options: dict[s
     assert tokens_of(crowd[1]) == alone
 
 
+@GROUPS
+def test_a_preempted_output_goes_on_drawing_where_it_stopped(groups: Any) -> None:
+    slab_bytes = GroupManager(groups(), 1 << 20).layout.slab_bytes
+    engine = sampling(groups(), slab_bytes * (len(groups()) * 2 + 8), max_batch_tokens=64)
+    prompt, count = prompt_of(engine.manager.tokens_that_fit() // 3), engine.manager.tokens_that_fit() // 2
+    (out,) = run(engine, [prompt], SamplingParams(max_tokens=count, temperature=1.0, seed=3, n=6))
+    assert out.preemptions > 0
+    (roomy,) = run(sampling(groups()), [prompt], SamplingParams(max_tokens=count, temperature=1.0, seed=3, n=6))
+    assert roomy.preemptions == 0
+    assert tokens_of(out) == tokens_of(roomy)
+
+
 def test_without_a_seed_outputs_differ() -> None:
     (out,) = run(sampling(), [prompt_of(10)], SamplingParams(max_tokens=8, temperature=1.0, n=5))
     assert len(set(map(tuple, tokens_of(out)))) == 5
