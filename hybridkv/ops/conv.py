@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hybridkv.ops.recurrence import save_singles, single_states
 from hybridkv.ops.spans import Entry, StatePlan
@@ -41,20 +40,33 @@ def packed_conv(
     channels, width = weight.shape
     past = width - 1
     wide = torch.promote_types(weight.dtype, torch.float32)
+    taps = weight.t().to(wide).contiguous()
     outputs: list[Tensor] = []
     if plan.singles:
         states = single_states(plan, entry, part).to(x.dtype)
         window = torch.cat([states, x[0, :, : plan.singles].t().unsqueeze(-1)], -1)
         save_singles(plan, entry, part, window[..., 1:])
-        single = (window.to(wide) * weight).sum(-1)
-        outputs.append((single if bias is None else single + bias).to(weight.dtype).t().unsqueeze(0))
+        outputs.append((window.to(wide) * weight).sum(-1))
     for chunk in plan.chunks:
         stop = chunk.cuts[-1][0]
         state = x.new_zeros(1, channels, past) if chunk.slot is None else entry.read_states(part, chunk.slot)
-        padded = torch.cat([state.to(x.dtype), x[:, :, chunk.start : stop]], -1)
+        rows = torch.cat([state[0].t().to(x.dtype), x[0, :, chunk.start : stop].t()])
         for cut, slots in chunk.cuts:
-            tail = padded[..., cut - chunk.start : cut - chunk.start + past]
+            tail = rows[cut - chunk.start : cut - chunk.start + past].t()
             entry.write_states(part, slots, tail.expand(len(slots), channels, past))
-        outputs.append(functional.conv1d(padded.to(weight.dtype), weight.unsqueeze(1), bias, groups=channels))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    return (output if activation is None else activation(output)).to(x.dtype)
+        outputs.append(_convolve(rows.to(wide), taps))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    output = (output if bias is None else output + bias).to(weight.dtype)
+    return (output if activation is None else activation(output)).to(x.dtype).t().unsqueeze(0)
+
+
+def _convolve(rows: Tensor, taps: Tensor) -> Tensor:
+    """[K - 1 + tokens, channels] and [K, channels] -> [tokens, channels].
+
+    Token by token, as mixers have their inputs: a convolution along the last dimension would first turn them round.
+    """
+    tokens = len(rows) - len(taps) + 1
+    output = rows[:tokens] * taps[0]
+    for i in range(1, len(taps)):
+        output.addcmul_(rows[i : i + tokens], taps[i])
+    return output
