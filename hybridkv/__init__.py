@@ -18,6 +18,7 @@ from hybridkv.rules import GroupKind, Rule, register_group_kind
 from hybridkv.sequence import Sequence, StatePages, TokenPages
 
 if TYPE_CHECKING:
+    from hybridkv.engine.async_engine import AsyncEngine
     from hybridkv.engine.engine import Engine
     from hybridkv.engine.outputs import Completion, Likely, RequestOutput, StreamEvent, TokenLogprob
     from hybridkv.engine.params import SamplingParams
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AsyncEngine": "hybridkv.engine.async_engine",
     "Completion": "hybridkv.engine.outputs",
     "Engine": "hybridkv.engine.engine",
     "Likely": "hybridkv.engine.outputs",
@@ -39,6 +41,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "CacheEntry",
     "Completion",
     "Engine",

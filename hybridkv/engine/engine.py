@@ -120,7 +120,7 @@ class Engine:
                 self._core.submit(request)
             try:
                 while not all(request.done for request in requests):
-                    plan = self._step()
+                    plan = self.step()
                     tokens += len(plan.decodes) + sum(chunk.size for chunk in plan.chunks)
                     bar.update(sum(request.done for request in requests) - bar.n)
                     bar.set_postfix(tokens=tokens, refresh=False)
@@ -159,14 +159,52 @@ class Engine:
             RequestError: the prompt or params can never be served.
             EngineClosed: after `close()`.
         """
+        request = self.prepare(prompt, params, breakpoints=breakpoints, salt=salt, cache=cache, priority=priority)
+        return self._stream(request, progress)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        breakpoints: Sequence[int] | None = None,
+        salt: Salt | None = None,
+        cache: bool = True,
+        priority: int = 0,
+    ) -> Request:
+        """A checked request for a stream, not scheduled: for callers with a step loop of their own.
+
+        Such a loop calls `submit`, then `step` until the request is done, and reads its events; or `drop`.
+
+        Raises:
+            RequestError: the prompt or params can never be served.
+            EngineClosed: after `close()`.
+        """
         requests = self._requests(prompt, params, breakpoints, salt, cache, priority)
         if len(requests) != 1:
-            raise RequestError(f"stream() serves one prompt, got {len(requests)}; use generate() for several")
+            raise RequestError(f"a stream serves one prompt, got {len(requests)}; use generate() for several")
         if (one := requests[0].params).sampled > one.n:
             raise InvalidSampling(
-                f"stream() cannot tell the best {one.n} of {one.sampled} outputs before they have ended; use generate()"
+                f"a stream cannot tell the best {one.n} of {one.sampled} outputs before they have ended; use generate()"
             )
-        return self._stream(requests[0], progress)
+        return requests[0]
+
+    def submit(self, request: Request) -> None:
+        """Queue a prepared request."""
+        self._core.submit(request)
+
+    def step(self) -> Plan:
+        """One forward pass for whoever has work. An error of the pass ends every request; the engine stays usable.
+
+        Raises:
+            EngineClosed: after `close()`.
+        """
+        self._require_open()
+        return self._core.step()
+
+    def drop(self, request: Request) -> None:
+        """Give the pages of a request back, at the end of the step under way if there is one."""
+        self._core.drop(request)
 
     def usage(self) -> Usage:
         """Bytes of the pool by layer group: live, cached, free."""
@@ -207,7 +245,7 @@ class Engine:
                 total=len(request.prompt), desc="Prefill", unit="token", disable=not progress, leave=False
             ) as bar:
                 while not request.events and not request.done:
-                    self._step()
+                    self.step()
                     bar.update(min(request.computed, len(request.prompt)) - bar.n)
             while True:
                 while request.events:
@@ -215,17 +253,13 @@ class Engine:
                 if request.done:
                     _output(request)
                     return
-                self._step()
+                self.step()
         finally:
             self._core.drop(request)
 
     def _require_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed; wrap the model again")
-
-    def _step(self) -> Plan:
-        self._require_open()
-        return self._core.step()
 
     def _requests(
         self,
