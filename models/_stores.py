@@ -117,18 +117,64 @@ def state(channels: int, kernel: int, recurrent: tuple[int, ...], *, dtype: str,
         dtype: of the conv columns, the model's.
         state_dtype: of the recurrent state.
     """
+    (conv,) = short_conv(channels, kernel, dtype)
+    return (Store(conv.kind, (*conv.parts, Part("recurrent", recurrent, dtype_name(state_dtype)))),)
+
+
+def short_conv(channels: int, kernel: int, dtype: str) -> tuple[Store, ...]:
+    """A layer that is a convolution of width `kernel` and nothing else: the last columns of its input."""
     if kernel < 2:
         raise MalformedConfig(f"a convolution of width {kernel} keeps no columns; its width must be at least 2")
-    parts = Part("conv", (channels, kernel - 1), dtype), Part("recurrent", recurrent, dtype_name(state_dtype))
-    return (Store("linear_attention", parts),)
+    return (Store("linear_attention", (Part("conv", (channels, kernel - 1), dtype),)),)
 
 
-def gated_delta_rule(facts: Facts, state_dtype: str) -> tuple[Store, ...]:
+def mamba2(
+    facts: Facts, *, heads: int, head_dim: int, groups: int, size: int, kernel: int, state_dtype: str
+) -> tuple[Store, ...]:
+    """A Mamba-2 layer: its convolution runs over the inner width and over B and C of every group.
+
+    Args:
+        facts: the config, for its dtype.
+        heads, head_dim: how the inner width is shared out.
+        groups: of heads with the same B and C.
+        size: of the state of one channel.
+        kernel: width of the convolution.
+        state_dtype: of the recurrent state.
+    """
+    channels = heads * head_dim + 2 * groups * size
+    return state(channels, kernel, (heads, head_dim, size), dtype=facts.dtype, state_dtype=state_dtype)
+
+
+def mamba2_fields(facts: Facts, inner: int, state_dtype: str) -> tuple[Store, ...]:
+    """A Mamba-2 layer of inner width `inner` whose sizes are the `mamba_*` fields that Bamba introduced."""
+    heads = facts.size("mamba_n_heads", 128)
+    # "auto" is how the config classes spell "share the inner width out to the heads".
+    head_dim = inner // heads if facts.get("mamba_d_head") in (None, "auto") else facts.size("mamba_d_head")
+    return mamba2(
+        facts,
+        heads=heads,
+        head_dim=head_dim,
+        groups=facts.size("mamba_n_groups", 1),
+        size=facts.size("mamba_d_state", 256),
+        kernel=facts.size("mamba_d_conv", 4),
+        state_dtype=state_dtype,
+    )
+
+
+def gated_delta_rule(
+    facts: Facts, state_dtype: str, *, key_heads: int = 16, value_heads: int = 32
+) -> tuple[Store, ...]:
     """A layer of the gated delta rule, sized by the fields that the Qwen models have in common.
 
     conv is (2 key heads x key size + value heads x value size, K - 1), recurrent (value heads, key size, value size).
+
+    Args:
+        facts: the config.
+        state_dtype: of the recurrent state.
+        key_heads, value_heads: defaults of `linear_num_key_heads` and `linear_num_value_heads`.
     """
-    key_heads, value_heads = facts.size("linear_num_key_heads", 16), facts.size("linear_num_value_heads", 32)
+    key_heads = facts.size("linear_num_key_heads", key_heads)
+    value_heads = facts.size("linear_num_value_heads", value_heads)
     key_dim, value_dim = facts.size("linear_key_head_dim", 128), facts.size("linear_value_head_dim", 128)
     return state(
         2 * key_heads * key_dim + value_heads * value_dim,

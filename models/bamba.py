@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridkv.entries import CacheEntry
 from hybridkv.errors import MalformedConfig
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import cache_entries, full, state
+from hybridkv_models._stores import cache_entries, full, mamba2_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,21 +22,12 @@ def entries(config: Config, dtype: str | None = None, state_dtype: str = "float3
         raise MalformedConfig(f"field 'attn_layer_indices' must be a list of layers, got {attention!r}")
     kinds = facts.layer_kinds("layer_types", lambda i: "full_attention" if i in attention else "linear_attention")
     inner = facts.size("mamba_expand", 2) * facts.size("hidden_size")
-    heads, size = facts.size("mamba_n_heads", 128), facts.size("mamba_d_state", 256)
-    # "auto" is how the config class spells "share the inner width out to the heads".
-    head_dim = inner // heads if facts.get("mamba_d_head") in (None, "auto") else facts.size("mamba_d_head")
     return cache_entries(
         facts,
         kinds,
         {
             "full_attention": full(facts.size("num_key_value_heads", 8), facts.head_dim(), facts.dtype),
-            "linear_attention": state(
-                inner + 2 * facts.size("mamba_n_groups", 1) * size,
-                facts.size("mamba_d_conv", 4),
-                (heads, head_dim, size),
-                dtype=facts.dtype,
-                state_dtype=state_dtype,
-            ),
+            "linear_attention": mamba2_fields(facts, inner, state_dtype),
         },
     )
 

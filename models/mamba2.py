@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import cache_entries, state
+from hybridkv_models._stores import cache_entries, mamba2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
     """conv (d_inner + 2 groups x state_size, conv_kernel - 1) and recurrent (heads, head_dim, state_size)."""
     facts = Facts(config, "mamba2", dtype)
-    inner, size = facts.size("expand", 2) * facts.size("hidden_size"), facts.size("state_size", 128)
-    stores = state(
-        inner + 2 * facts.size("n_groups", 8) * size,
-        facts.size("conv_kernel", 4),
-        (facts.size("num_heads", 128), facts.size("head_dim", 64), size),
-        dtype=facts.dtype,
+    stores = mamba2(
+        facts,
+        heads=facts.size("num_heads", 128),
+        head_dim=facts.size("head_dim", 64),
+        groups=facts.size("n_groups", 8),
+        size=facts.size("state_size", 128),
+        kernel=facts.size("conv_kernel", 4),
         state_dtype=state_dtype,
     )
     kinds = ("linear_attention",) * facts.layers()

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 from hybridkv.entries import CacheEntry
 from hybridkv.errors import MalformedConfig
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import NOTHING, cache_entries, full, state
+from hybridkv_models._stores import NOTHING, cache_entries, full, mamba2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+NOTE = (
+    "transformers' one-token decode leaves out the lower time-step limit (`time_step_min`) that its pass over many "
+    "tokens applies. The engine always applies it, so its logits are those of one full pass and can differ from "
+    "`model.generate`; `paged_cache` follows the model's own decode."
+)
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
@@ -19,20 +25,18 @@ def entries(config: Config, dtype: str | None = None, state_dtype: str = "float3
     """K and V of a token, (kv_heads, head_dim) each; conv (d_inner + 2 groups x d_state, conv_kernel - 1) and
     recurrent (heads, mamba_head_dim, d_state). MLP and expert layers store nothing."""
     facts = Facts(config, "nemotron_h", dtype)
-    heads, head_dim = facts.size("mamba_num_heads", 128), facts.size("mamba_head_dim", 64)
-    size = facts.size("ssm_state_size", 128)
-    groups = facts.size("n_groups", facts.size("mamba_n_groups", 8))
-    kernel = facts.size("conv_kernel", facts.size("mamba_d_conv", 4))
     return cache_entries(
         facts,
         _kinds(facts),
         {
             "full_attention": full(facts.size("num_key_value_heads", 8), facts.size("head_dim", 128), facts.dtype),
-            "linear_attention": state(
-                heads * head_dim + 2 * groups * size,
-                kernel,
-                (heads, head_dim, size),
-                dtype=facts.dtype,
+            "linear_attention": mamba2(
+                facts,
+                heads=facts.size("mamba_num_heads", 128),
+                head_dim=facts.size("mamba_head_dim", 64),
+                groups=facts.size("n_groups", facts.size("mamba_n_groups", 8)),
+                size=facts.size("ssm_state_size", 128),
+                kernel=facts.size("conv_kernel", facts.size("mamba_d_conv", 4)),
                 state_dtype=state_dtype,
             ),
             "mlp": NOTHING,

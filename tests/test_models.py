@@ -26,6 +26,7 @@ MIXED = {
     "bamba",
     "cohere2",
     "exaone4",
+    "falcon_h1",
     "gemma2",
     "gemma3",
     "gemma3_text",
@@ -34,11 +35,14 @@ MIXED = {
     "gemma4",
     "gemma4_text",
     "gpt_oss",
+    "granitemoehybrid",
     "jamba",
     "kimi_linear",
     "llama4",
     "llama4_text",
     "ministral",
+    "lfm2",
+    "lfm2_moe",
     "nemotron_h",
     "olmo3",
     "olmo_hybrid",
@@ -47,10 +51,15 @@ MIXED = {
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    "zamba",
+    "zamba2",
 }
-"""Types with layers of two kinds."""
+"""Types with entries of two kinds."""
 LATENT = {"bailing_hybrid", "kimi_linear"}
 """Types whose full attention stores latents."""
+
+MOST_MIXED = {"lara_mini", "lfm3"}
+"""Types with entries of three kinds."""
 
 
 def entries_of(model_type: str, config: Any, **options: Any) -> tuple[CacheEntry, ...]:
@@ -75,30 +84,42 @@ def test_entries_are_what_a_real_cache_stores(model_type: str, dtype: str) -> No
     with torch.no_grad():
         model(tokens[:, :-1], cache=cache)
         model(tokens[:, -1:], cache=cache)
-    declared = {entry.layer: entry for entry in entries_of(model_type, model.config)}
+    declared = entries_of(model_type, model.config)
     for layer, stored in enumerate(cache.layers):
-        entry = declared.pop(layer, None)
-        if entry is None:
-            assert cache.is_dummy[layer], f"layer {layer} stores something, but nothing is declared"
-            continue
-        first, second = entry.parts
-        if entry.kind == "linear_attention":
-            conv, recurrent = stored.conv_states[0], stored.recurrent_states[0]
-            channels, columns = first.shape
-            assert (first.name, second.name) == ("conv", "recurrent")
-            assert conv.shape == (1, channels, columns + 1), "transformers keeps one column more than matters"
-            assert recurrent.shape == (1, *second.shape)
-            assert [str(conv.dtype), str(recurrent.dtype)] == [f"torch.{first.dtype}", f"torch.{second.dtype}"]
-        else:
-            window = dict(entry.params).get("window", dict(entry.params).get("chunk", TOKENS + 1))
-            assert (first.name, second.name) == (("latent", "rope") if model_type in LATENT else ("k", "v"))
-            known = ("sliding_attention", "chunked_attention") if cache.is_sliding[layer] else ("full_attention",)
-            assert entry.kind in known
-            for part, kept in zip(entry.parts, (stored.keys, stored.values), strict=True):
-                heads, dim = part.shape
-                assert kept.shape == (1, heads, min(TOKENS, window - 1), dim)
-                assert str(kept.dtype) == f"torch.{part.dtype}"
-    assert not declared, "entries for layers the model does not have"
+        known = [entry for entry in declared if entry.layer == layer]
+        states = [entry for entry in known if entry.kind == "linear_attention"]
+        tokens = [entry for entry in known if entry.kind != "linear_attention"]
+        assert (not known) == cache.is_dummy[layer], f"layer {layer}: what is stored and what is declared"
+        assert len(tokens) == (getattr(stored, "keys", None) is not None)
+        assert len(states) == bool(getattr(stored, "conv_states", None))
+        for entry in tokens:
+            assert [part.name for part in entry.parts] == (["latent", "rope"] if model_type in LATENT else ["k", "v"])
+            check_tokens(entry, stored, sliding=cache.is_sliding[layer])
+        for entry in states:
+            check_state(entry, stored)
+    assert {entry.layer for entry in declared} <= set(range(len(cache.layers))), "layers the model does not have"
+
+
+def check_tokens(entry: CacheEntry, stored: Any, *, sliding: bool) -> None:
+    assert entry.kind in (("sliding_attention", "chunked_attention") if sliding else ("full_attention",))
+    window = dict(entry.params).get("window", dict(entry.params).get("chunk", TOKENS + 1))
+    for part, kept in zip(entry.parts, (stored.keys, stored.values), strict=True):
+        heads, dim = part.shape
+        assert kept.shape == (1, heads, min(TOKENS, window - 1), dim)
+        assert str(kept.dtype) == f"torch.{part.dtype}"
+
+
+def check_state(entry: CacheEntry, stored: Any) -> None:
+    (conv,), (recurrent,) = stored.conv_states.values(), stored.recurrent_states.values()
+    columns = entry.parts[0]
+    assert conv.shape == (1, columns.shape[0], columns.shape[1] + 1), "transformers keeps one column more than matters"
+    assert str(conv.dtype) == f"torch.{columns.dtype}"
+    if recurrent is None:
+        assert [part.name for part in entry.parts] == ["conv"]
+    else:
+        assert [part.name for part in entry.parts] == ["conv", "recurrent"]
+        assert recurrent.shape == (1, *entry.parts[1].shape)
+        assert str(recurrent.dtype) == f"torch.{entry.parts[1].dtype}"
 
 
 @pytest.mark.parametrize("model_type", PACKED)
@@ -108,7 +129,7 @@ def test_a_tiny_config_is_tiny_and_has_what_its_family_has(model_type: str) -> N
     assert config.num_hidden_layers >= 4
     assert config.vocab_size <= 256
     kinds = {entry.kind for entry in known}
-    assert len(kinds) == (2 if model_type in MIXED else 1)
+    assert len(kinds) == (3 if model_type in MOST_MIXED else 2 if model_type in MIXED else 1)
     for entry in known:
         if window := dict(entry.params).get("window"):
             assert window % 16, "a window inside a page finds more bugs than one at its edge"
@@ -191,6 +212,77 @@ def test_raw_fields_mean_what_the_config_object_means(model_type: str) -> None:
         ),
         ("olmo_hybrid", {"num_hidden_layers": 9}),
         ("olmo_hybrid", {"num_hidden_layers": 3, "num_attention_heads": 10, "linear_num_key_heads": 7}),
+        ("falcon_mamba", {"num_hidden_layers": 3, "hidden_size": 96}),
+        ("falcon_mamba", {"num_hidden_layers": 3, "hidden_size": 96, "expand": 3, "state_size": 4, "conv_kernel": 3}),
+        ("falcon_h1", {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6}),
+        (
+            "falcon_h1",
+            {
+                "num_hidden_layers": 3,
+                "hidden_size": 96,
+                "num_attention_heads": 6,
+                "num_key_value_heads": None,
+                "mamba_d_ssm": None,
+                "mamba_n_heads": 4,
+            },
+        ),
+        ("granitemoehybrid", {"num_hidden_layers": 3, "hidden_size": 1024}),
+        (
+            "granitemoehybrid",
+            {
+                "num_hidden_layers": 3,
+                "hidden_size": 1024,
+                "num_attention_heads": 8,
+                "layer_types": ["mamba", "attention", "mamba"],
+            },
+        ),
+        (
+            "granitemoehybrid",
+            {
+                "num_hidden_layers": 2,
+                "hidden_size": 1024,
+                "num_attention_heads": 8,
+                "layers_block_type": ["mamba", "attention"],
+            },
+        ),
+        ("lara_mini", {"num_hidden_layers": 12}),
+        ("lfm2", {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6}),
+        (
+            "lfm2",
+            {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "full_attn_idxs": [1]},
+        ),
+        (
+            "lfm2_moe",
+            {
+                "num_hidden_layers": 2,
+                "hidden_size": 96,
+                "num_attention_heads": 6,
+                "layer_types": ["conv", "full_attention"],
+            },
+        ),
+        ("lfm3", {"num_hidden_layers": 11, "hidden_size": 96}),
+        ("zamba", {"num_hidden_layers": 25, "hidden_size": 96}),
+        (
+            "zamba",
+            {
+                "num_hidden_layers": 9,
+                "hidden_size": 96,
+                "num_attention_heads": 4,
+                "n_mamba_heads": 4,
+                "attn_layer_period": 3,
+                "attn_layer_offset": 0,
+            },
+        ),
+        ("zamba2", {"num_hidden_layers": 54, "hidden_size": 128}),
+        (
+            "zamba2",
+            {
+                "num_hidden_layers": 3,
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "layers_block_type": ["mamba", "hybrid", "mamba"],
+            },
+        ),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*ME"}),
         ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}),
     ],
@@ -250,6 +342,10 @@ def test_dtypes_are_taken_from_the_config_or_from_the_caller() -> None:
             {"num_hidden_layers": 3, "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1]}},
             "layer 2 is neither",
         ),
+        ("lfm2", {"num_hidden_layers": 2, "full_attn_idxs": 1}, "full_attn_idxs"),
+        ("lfm2_moe", {"num_hidden_layers": 2}, "layer_types"),
+        ("lfm2", {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "conv_L_cache": 1}, "width"),
+        ("zamba2", {"num_hidden_layers": 38, "hidden_size": 64}, "layers_block_type"),
         ("nemotron_h", {"num_hidden_layers": 2}, "hybrid_override_pattern"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "letters X"),
         ("nemotron_h", {"hybrid_override_pattern": "MM", "num_hidden_layers": 3}, "names 2 layers"),

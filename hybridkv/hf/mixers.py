@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -21,8 +21,10 @@ from hybridkv.hf.step import PackedStep, active_step
 from hybridkv.ops.conv import packed_conv
 from hybridkv.ops.delta import DeltaKernels, packed_delta_rule
 from hybridkv.ops.delta_scan import DeltaInputs
+from hybridkv.ops.heads import HeadEntry
 from hybridkv.ops.mamba1 import packed_selective_scan
 from hybridkv.ops.mamba2 import Discretisation, packed_ssd
+from hybridkv.ops.recurrence import States
 from hybridkv.ops.selective_scan import selective_scan
 
 CONV, RECURRENT = 0, 1
@@ -31,8 +33,9 @@ CONV, RECURRENT = 0, 1
 Function = Callable[..., Any]
 Handler = Callable[..., Any]
 
-resumed_state: ContextVar[Tensor | None] = ContextVar("hybridkv_resumed_state", default=None)
-"""The state [batch, channels, N] a Mamba-1 scan in this context starts from; the stock scan always starts at zero."""
+resumed_states: ContextVar[Iterator[Tensor] | None] = ContextVar("hybridkv_resumed_states", default=None)
+"""The states [batch, channels, N] that the Mamba-1 scans of this context start from, in the order of the scans: one for
+each head of the mixer. The stock scan always starts at zero."""
 
 
 def _conv(
@@ -67,8 +70,14 @@ def _selective_scan(
     **ignored: Any,
 ) -> Any:
     plan, entry = step.states_of(step.layer, RECURRENT)
-    y = packed_selective_scan(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, plan, entry, RECURRENT)
-    return (y, None) if return_last_state else y
+    states: States = entry
+    if entry.views[RECURRENT].pages.ndim > 3:
+        # Mixers of several heads call once for each, in order; the state holds them all.
+        states = HeadEntry(entry, step.heads[step.layer])
+        step.heads[step.layer] += 1
+    y = packed_selective_scan(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, plan, states, RECURRENT)
+    # The state is in its pages already; mixers of several heads stack what they get.
+    return (y, y.new_empty(0)) if return_last_state else y
 
 
 def _chunk_scan(
@@ -151,9 +160,9 @@ class Wrapped:
         step = active_step.get()
         if step is not None:
             return self._handler(step, self._module, self.original, *args, **kwargs)
-        state = resumed_state.get() if self._resumes else None
-        if state is not None:
-            return _resumed_scan(state, *args, **kwargs)
+        states = resumed_states.get() if self._resumes else None
+        if states is not None:
+            return _resumed_scan(next(states), *args, **kwargs)
         return self.original(*args, **kwargs)
 
 

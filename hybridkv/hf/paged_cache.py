@@ -156,7 +156,7 @@ class PagedCache(Cache):
         return recurrent_states
 
     def scan_state(self, layer: int, batch: int) -> Tensor:
-        """The state [batch, channels, N] a Mamba-1 scan of the coming tokens starts from."""
+        """The state [batch, (heads,) channels, N] that Mamba-1 scans of the coming tokens start from."""
         self._return_lent()
         self._next_step("state", layer)
         state = self._read_state(layer, RECURRENT)

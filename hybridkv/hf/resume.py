@@ -10,7 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from hybridkv.hf.mixers import resumed_state, source_modules
+from hybridkv.hf.mixers import resumed_states, source_modules
+
+_PROJECTIONS = ("x_proj", "x_proj_weight")
+"""What a Mamba-1 mixer computes dt, B and C with: a layer, or a weight for each of its heads."""
 
 
 @runtime_checkable
@@ -18,7 +21,8 @@ class OffersScanState(Protocol):
     """A cache that knows where a scan starts."""
 
     def scan_state(self, layer: int, batch: int) -> Tensor:
-        """The state [batch, channels, N] of a layer before the tokens it is about to see; zeros at the start."""
+        """The state of a layer before the tokens it is about to see, [batch, channels, N] or, of a mixer with several
+        heads, [batch, heads, channels, N]; zeros at the start."""
         ...
 
 
@@ -29,7 +33,7 @@ class ScanHooks:
         self._handles: list[Any] = []
         for module in model.modules():
             scans = any(hasattr(source, "mamba_selective_scan") for source in source_modules(module))
-            if scans and hasattr(module, "x_proj") and hasattr(module, "layer_idx"):
+            if scans and hasattr(module, "layer_idx") and any(hasattr(module, name) for name in _PROJECTIONS):
                 self._handles.append(module.register_forward_pre_hook(_before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(_after, always_call=True))
 
@@ -44,8 +48,9 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     if isinstance(cache, OffersScanState) and isinstance(hidden, Tensor):
         layer: Any = module.layer_idx
-        resumed_state.set(cache.scan_state(int(layer), hidden.shape[0]))
+        state = cache.scan_state(int(layer), hidden.shape[0])
+        resumed_states.set(iter(state.unbind(1) if state.ndim > 3 else (state,)))
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    resumed_state.set(None)
+    resumed_states.set(None)

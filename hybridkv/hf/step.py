@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -74,6 +75,7 @@ class PackedStep:
         layer: layer that last asked the cache for anything.
         attended: layers whose attention ran over pages so far.
         advanced: (layer, part) of the states that were moved on so far.
+        heads: how many heads of a layer were moved on so far, where a mixer does that one by one.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class PackedStep:
         self.attended: set[int] = set()
         self.advanced: set[tuple[int, int]] = set()
         self._handed: dict[int, tuple[ref[Tensor], int]] = {}
+        self.heads: Counter[int] = Counter()
         self._layers = layers
         self._storage = storage
         requests = [spans[i].seq for i in order]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridkv.ops.recurrence import packed_recurrence
+from hybridkv.ops.recurrence import States, packed_recurrence
 from hybridkv.ops.selective_scan import selective_scan, selective_step
-from hybridkv.ops.spans import Entry, StatePlan
+from hybridkv.ops.spans import StatePlan
 
 
 def packed_selective_scan(
@@ -20,7 +20,7 @@ def packed_selective_scan(
     delta_bias: Tensor | None,
     delta_softplus: bool,
     plan: StatePlan,
-    entry: Entry,
+    entry: States,
     part: int,
 ) -> Tensor:
     """Scan every span from its own state and leave the new states in their pages.
@@ -36,7 +36,7 @@ def packed_selective_scan(
         delta_bias: [channels], added to dt, or None.
         delta_softplus: pass dt through softplus.
         plan: of the layer's group.
-        entry: the layer's pages; the state is [channels, N].
+        entry: the pages of the layer, or of a head of it; the state is [channels, N].
         part: which part of the entry is the state.
 
     Returns:

@@ -7,11 +7,25 @@ between also goes to the checkpoint's page.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hybridkv.ops.spans import Entry, StatePlan
+from hybridkv.ops.spans import StatePlan
+
+
+class States(Protocol):
+    """The states of one layer, or of one head of it, by slot (int64 [n])."""
+
+    def read_states(self, part: int, slots: Tensor, /) -> Tensor:
+        """A copy of the states in `slots`: [n, ...]."""
+        ...
+
+    def write_states(self, part: int, slots: Tensor, values: Tensor, /) -> None:
+        """Store `values` [n, ...] in `slots`, all different."""
+        ...
+
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 """The states of all one-token spans [singles, ...] -> their outputs, and their new states."""
@@ -20,12 +34,12 @@ Scan = Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]]
 """Packed tokens [start, stop) of one request and the state before them [1, ...] (None: zeros) -> outputs, new state."""
 
 
-def packed_recurrence(plan: StatePlan, entry: Entry, part: int, dim: int, step: Step, scan: Scan) -> Tensor:
+def packed_recurrence(plan: StatePlan, entry: States, part: int, dim: int, step: Step, scan: Scan) -> Tensor:
     """Run a recurrence over all spans and leave its states in their pages.
 
     Args:
         plan: of the layer's group.
-        entry: the layer's pages.
+        entry: the pages of the layer, or of a head of it.
         part: which part of the entry is this state.
         dim: the token dimension of the outputs.
         step: advances all one-token spans at once.
@@ -50,7 +64,7 @@ def packed_recurrence(plan: StatePlan, entry: Entry, part: int, dim: int, step: 
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim)
 
 
-def single_states(plan: StatePlan, entry: Entry, part: int) -> Tensor:
+def single_states(plan: StatePlan, entry: States, part: int) -> Tensor:
     """The states of the one-token spans [singles, ...]; zeros where a sequence begins."""
     states = entry.read_states(part, plan.slots)
     if plan.fresh is not None:
@@ -58,7 +72,7 @@ def single_states(plan: StatePlan, entry: Entry, part: int) -> Tensor:
     return states
 
 
-def save_singles(plan: StatePlan, entry: Entry, part: int, states: Tensor) -> None:
+def save_singles(plan: StatePlan, entry: States, part: int, states: Tensor) -> None:
     """Store the new states [singles, ...] of the one-token spans, and again where a checkpoint is due."""
     entry.write_states(part, plan.slots, states)
     if plan.saves is not None:
