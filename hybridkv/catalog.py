@@ -22,7 +22,16 @@ _STATELESS = ("mlp", "moe", "dummy")
 
 # Types whose layer kinds look ordinary, but whose layers keep them where no cache can reach.
 _OUT_OF_REACH: Mapping[str, str] = {
+    "deepseek_v4": (
+        "its heavily_compressed_attention and compressed_sparse_attention layers keep running buffers of compressed "
+        "keys inside transformers' own cache, whose sizes depend on how the tokens came in"
+    ),
     "recurrent_gemma": "its linear_attention layers keep their states as module attributes",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        "its indexed_attention layers keep positions, and its n-gram layers token ids, inside transformers' own cache, "
+        "where no page can hold them",
+    ),
 }
 
 

@@ -208,5 +208,6 @@ def resumable(rule: Rule, lengths: Lengths, page_tokens: int, present: NDArray[n
 register_group_kind("full_attention", holds="tokens", rule=FullAttention)
 register_group_kind("sliding_attention", holds="tokens", rule=SlidingAttention)
 register_group_kind("chunked_attention", holds="tokens", rule=ChunkedAttention)
+register_group_kind("indexed_attention", holds="tokens", rule=FullAttention)
 register_group_kind("sink_attention", holds="tokens", rule=SinkAttention)
 register_group_kind("linear_attention", holds="state", rule=State)

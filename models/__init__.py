@@ -37,9 +37,11 @@ Mode = Literal["packed", "single"]
 """Whether one forward pass computes tokens of many requests, or of one."""
 
 _MODULES: Mapping[str, str] = {
+    "axk2": "axk2",
     "bailing_hybrid": "bailing_hybrid",
     "bamba": "bamba",
     "cohere2": "cohere2",
+    "deepseek_v32": "deepseek_v32",
     "exaone4": "exaone4",
     "falcon_h1": "falcon_h1",
     "falcon_mamba": "falcon_mamba",
@@ -50,8 +52,10 @@ _MODULES: Mapping[str, str] = {
     "gemma3n_text": "gemma3n",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
+    "glm_moe_dsa": "glm_moe_dsa",
     "gpt_oss": "gpt_oss",
     "granitemoehybrid": "granitemoehybrid",
+    "hy_v4": "hy_v4",
     "inkling_text": "inkling",
     "jamba": "jamba",
     "kimi_linear": "kimi_linear",

@@ -157,11 +157,13 @@ def test_a_source_that_is_no_config(source: Any) -> None:
         ({"model_type": "falcon_h1", "layer_types": ["hybrid"] * 4}, ["'falcon_h1'", "kind 'hybrid'"]),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, ["'lfm2'", "kind 'conv',"]),
         (
-            {"model_type": "x", "text_config": {"layer_types": ["indexed_attention", "moe"]}},
-            ["kind 'indexed_attention',"],
+            {"model_type": "x", "text_config": {"layer_types": ["minimax_m3_sparse", "moe"]}},
+            ["kind 'minimax_m3_sparse',"],
         ),
         ({"model_type": "y", "layer_types": ["full_attention"]}, ["'y'", "(full_attention) store"]),
         ({"model_type": "recurrent_gemma"}, ["linear_attention", "module attributes"]),
+        ({"model_type": "deepseek_v4"}, ["compressed_sparse_attention", "running buffers"]),
+        ({"model_type": "qwen4_exp_text"}, ["indexed_attention", "token ids"]),
         ({"model_type": "bert"}, ["'bert'", "nothing describes"]),
     ],
 )
