@@ -154,8 +154,8 @@ def test_a_source_that_is_no_config(source: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"model_type": "falcon_h1", "layer_types": ["hybrid"] * 4}, ["'falcon_h1'", "kind 'hybrid'"]),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, ["'lfm2'", "kind 'conv',"]),
+        ({"model_type": "v", "layer_types": ["hybrid"] * 4}, ["'v'", "kind 'hybrid'"]),
+        ({"model_type": "w", "layer_types": ["conv", "full_attention"]}, ["'w'", "kind 'conv',"]),
         (
             {"model_type": "x", "text_config": {"layer_types": ["minimax_m3_sparse", "moe"]}},
             ["kind 'minimax_m3_sparse',"],
