@@ -25,9 +25,9 @@ SHARED = "dummy"
 """The layer type of a layer that attends to the keys and values of an earlier one."""
 
 
-def full(kv_heads: int, head_dim: int, dtype: str) -> tuple[Store, ...]:
-    """Full attention: K and V of every token, (kv_heads, head_dim) each."""
-    return (Store("full_attention", attention_parts(kv_heads, head_dim, dtype)),)
+def full(kv_heads: int, head_dim: int, dtype: str, value_dim: int | None = None) -> tuple[Store, ...]:
+    """Full attention: K and V of every token, (kv_heads, head_dim) each, or V of another size."""
+    return (Store("full_attention", attention_parts(kv_heads, head_dim, dtype, value_dim)),)
 
 
 def latent(facts: Facts) -> tuple[Store, ...]:
@@ -36,9 +36,9 @@ def latent(facts: Facts) -> tuple[Store, ...]:
     return (Store("full_attention", latent_parts(rank, rope_dim, facts.dtype)),)
 
 
-def sliding(kv_heads: int, head_dim: int, dtype: str, window: int) -> tuple[Store, ...]:
-    """Sliding-window attention: K and V of a token, (kv_heads, head_dim) each. `window` counts the token itself."""
-    return (Store("sliding_attention", attention_parts(kv_heads, head_dim, dtype), (("window", window),)),)
+def sliding(kv_heads: int, head_dim: int, dtype: str, window: int, value_dim: int | None = None) -> tuple[Store, ...]:
+    """Sliding-window attention: K and V of a token, as in `full`. `window` counts the token itself."""
+    return (Store("sliding_attention", attention_parts(kv_heads, head_dim, dtype, value_dim), (("window", window),)),)
 
 
 def chunked(kv_heads: int, head_dim: int, dtype: str, chunk: int) -> tuple[Store, ...]:
@@ -100,6 +100,16 @@ def share_last(facts: Facts, kinds: tuple[str, ...], default: int) -> tuple[str,
                 f"an earlier layer of its kind, but none of the first {len(own)} is one"
             )
     return own + (SHARED,) * (len(kinds) - len(own))
+
+
+def full_every(facts: Facts, period: int, name: str = "sliding_window_pattern") -> Callable[[int], str]:
+    """The layer type of layer i where every so many layers one has full attention and the others slide.
+
+    Args:
+        facts: the config, read when a layer is asked for: one that lists its layers may have anything in this field.
+        period: default of the field `name`.
+    """
+    return lambda layer: "sliding_attention" if (layer + 1) % facts.size(name, period) else "full_attention"
 
 
 def alternating(layer: int) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import full_and_sliding
+from hybridkv_models._stores import full_and_sliding, full_every
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
     """K and V of a token, (kv_heads, head_dim) each. There is no state: `state_dtype` is unused."""
     facts = Facts(config, "cohere2", dtype)
-
-    def layer_type(layer: int) -> str:
-        return "sliding_attention" if (layer + 1) % facts.size("sliding_window_pattern", 4) else "full_attention"
-
     return full_and_sliding(
         facts,
-        layer_type,
+        full_every(facts, 4),
         kv_heads=facts.size("num_attention_heads", 64),
         head_dim=facts.head_dim(hidden_size=8192, heads=64),
         window=4096,

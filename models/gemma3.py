@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.entries import CacheEntry
 from hybridkv_models._facts import Config, Facts
-from hybridkv_models._stores import full_and_sliding, refuse_bidirectional
+from hybridkv_models._stores import full_and_sliding, full_every, refuse_bidirectional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,12 +16,7 @@ def entries(config: Config, dtype: str | None = None, state_dtype: str = "float3
     """K and V of a token, (kv_heads, head_dim) each. There is no state: `state_dtype` is unused."""
     facts = Facts(config, "gemma3_text", dtype)
     refuse_bidirectional(facts)
-    period = facts.size("sliding_window_pattern", 6)
-
-    def layer_type(layer: int) -> str:
-        return "sliding_attention" if (layer + 1) % period else "full_attention"
-
-    return full_and_sliding(facts, layer_type, kv_heads=4, head_dim=256, window=4096)
+    return full_and_sliding(facts, full_every(facts, 6), kv_heads=4, head_dim=256, window=4096)
 
 
 def tiny_config() -> PreTrainedConfig:

@@ -1,0 +1,49 @@
+"""AFMoE (Trinity): three sliding layers to one of full attention without positions, and mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridkv.entries import CacheEntry
+from hybridkv_models._facts import Config, Facts
+from hybridkv_models._stores import full_and_sliding, full_every
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:
+    """K and V of a token, (kv_heads, head_dim) each. There is no state: `state_dtype` is unused."""
+    facts = Facts(config, "afmoe", dtype)
+    return full_and_sliding(
+        facts,
+        full_every(facts, 4, "global_attn_every_n_layers"),
+        kv_heads=facts.size("num_attention_heads", 16),
+        head_dim=128,
+        window=1024,
+    )
+
+
+def tiny_config() -> PreTrainedConfig:
+    """Five layers: three with a window of 28 tokens, full attention, one more window; experts in all but the first."""
+    from transformers import AfmoeConfig
+
+    return AfmoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=28,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
