@@ -11,6 +11,7 @@
     │   ├── EmptyPrompt
     │   ├── TokenOutOfRange
     │   ├── InvalidSampling
+    │   ├── UnknownAdapter
     │   └── PromptTooLong
     ├── OutOfPages (MemoryError)         no room now; nothing was changed
     ├── UsageError (RuntimeError)        calls in an order that cannot be right
@@ -65,6 +66,10 @@ class TokenOutOfRange(RequestError):
 
 class InvalidSampling(RequestError):
     """A sampling parameter outside its range."""
+
+
+class UnknownAdapter(RequestError):
+    """A LoRA adapter that is not loaded, or not any more."""
 
 
 class PromptTooLong(RequestError):

@@ -136,6 +136,7 @@ class GroupManager:
             interval=self.checkpoint_interval,
             most_hit=most_hit,
         )
+        seq.adapter = adapter
         self._next_id += 1
         self._open[seq.id] = seq
         return seq

@@ -52,7 +52,7 @@ def keep_end(ledger: Ledger, seq: Sequence) -> None:
 def fork(ledger: Ledger, seq: Sequence, id: int) -> Sequence:
     """A copy of `seq` that holds the same pages up to its length."""
     child = Sequence(id, seq.tokens[:], seq.seed, len(seq.tables), private=seq.private)
-    child.images, child.extras, child.digests = seq.images, seq.extras, seq.digests[:]
+    child.adapter, child.images, child.extras, child.digests = seq.adapter, seq.images, seq.extras, seq.digests[:]
     child.hit_tokens, child.length, child.prompt_tokens = seq.hit_tokens, seq.length, seq.prompt_tokens
     child.set_rows(seq.rows[: seq.units], len(seq.digests))
     child.plan = seq.plan[:]

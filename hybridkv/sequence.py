@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import UsageError
-from hybridkv.hashing import Image
+from hybridkv.hashing import Adapter, Image
 
 NO_PAGE = -1
 
@@ -109,6 +109,7 @@ class Sequence:
     """One running request.
 
     Attributes:
+        adapter: the LoRA adapter it was opened with, part of its seed.
         images: multimodal input of the tokens so far; `extras` is what it adds to the digests.
         hit_tokens: prefix that was already computed when the request was opened.
         length: tokens computed so far.
@@ -123,6 +124,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "capacity",
         "closed",
         "digests",
@@ -152,6 +154,7 @@ class Sequence:
         self.id = id
         self.tokens = tokens
         self.seed = seed
+        self.adapter: Adapter | None = None
         self.images: tuple[Image, ...] = ()
         self.extras: dict[int, bytes] = {}
         self.digests: list[bytes] = []

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridkv.entries import CacheEntry, LayerGroup, Part, attention_parts, group_entries
+from hybridkv.hf.adapters import Adapters
 from hybridkv.hf.runner import Span
 from hybridkv.manager import GroupManager
 
@@ -49,6 +50,7 @@ class FakeRunner:
             np.full((manager.layout.slots(g), max(group.page_tokens, 1)), -1, np.int64)
             for g, group in enumerate(manager.groups)
         ]
+        self.adapters = Adapters(torch.nn.Identity())
         self.passes: list[list[int]] = []
         self.fail_at: int | None = None
         self.failure: BaseException = RuntimeError("the device fell off")

@@ -71,7 +71,9 @@ class Admission:
             return request.remaining
         if request.foreseen_hit is None:
             known = request.cache and not request.scoring
-            request.foreseen_hit = self._manager.hit_tokens(request.tokens, salt=request.salt) if known else 0
+            request.foreseen_hit = (
+                self._manager.hit_tokens(request.tokens, salt=request.salt, adapter=request.adapter) if known else 0
+            )
         return len(request.tokens) - request.foreseen_hit
 
     def admit(self, request: Request, running: Sequence[Request], first: Request) -> bool:
@@ -126,6 +128,7 @@ class Admission:
         request.seq = self._manager.open(
             request.tokens,
             salt=request.salt,
+            adapter=request.adapter,
             breakpoints=tuple(sorted({*request.breakpoints, *shared})),
             cache=request.cache,
             # What a prefix would have given in log-probabilities is not cached.

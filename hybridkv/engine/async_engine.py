@@ -54,6 +54,7 @@ class AsyncEngine:
         salt: Salt | None = None,
         cache: bool = True,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """Serve one prompt and yield each token as it comes; the last event carries the whole output.
 
@@ -61,7 +62,7 @@ class AsyncEngine:
         the task that reads it, or a timeout around it gives the request's pages back at the end of the step under way.
 
         Args:
-            prompt, params, breakpoints, salt, cache, priority: as for `Engine.stream`.
+            prompt, params, breakpoints, salt, cache, priority, adapter: as for `Engine.stream`.
 
         Raises:
             RequestError: the prompt or params can never be served.
@@ -76,7 +77,13 @@ class AsyncEngine:
         def submit() -> None:
             try:
                 request = self._engine.prepare(
-                    prompt, params, breakpoints=breakpoints, salt=salt, cache=cache, priority=priority
+                    prompt,
+                    params,
+                    breakpoints=breakpoints,
+                    salt=salt,
+                    cache=cache,
+                    priority=priority,
+                    adapter=adapter,
                 )
             except Exception as error:
                 self._tell([(news, error)])
@@ -109,6 +116,10 @@ class AsyncEngine:
     async def clear_cache(self) -> int:
         """Drop every cached page no running request holds; returns the bytes that became free."""
         return await self._ask(self._engine.clear_cache)
+
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
+        """Call a function while no step is under way, on the engine's thread: to load or delete adapters, say."""
+        return await self._ask(function)
 
     async def aclose(self) -> None:
         """End every request with `EngineClosed` at the end of the step under way, and close the engine.

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from hybridkv.engine.adapters import end_without_adapter
 from hybridkv.engine.forks import with_new_copies
 from hybridkv.engine.logprobs import Measured, read_prompt
 from hybridkv.engine.request import Request
@@ -62,6 +63,7 @@ class EngineCore:
             for request in tuple(self._scheduler.running):
                 self._scheduler.drop(request)
             self._forget_cache()
+        end_without_adapter(self._scheduler, self._runner.adapters)
         try:
             plan = self._scheduler.plan()
             if not plan.empty:

@@ -20,6 +20,7 @@ from hybridkv.engine.prompts import (
     Limits,
     Prompt,
     Prompts,
+    adapters_for,
     breakpoints_for,
     caching_for,
     params_for,
@@ -94,6 +95,7 @@ class Engine:
         salt: Salt | None = None,
         cache: bool | Sequence[bool] = True,
         priority: int | Sequence[int] = 0,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Serve all prompts together and return their outputs in the same order.
@@ -106,14 +108,17 @@ class Engine:
             salt: only requests with the same salt share cached pages.
             cache: False looks nothing up for a prompt and keeps nothing of it: one for all or one per prompt.
             priority: lower runs first, ties in order of arrival: one for all or one per prompt.
+            adapter: name of a LoRA adapter of PEFT that the model has loaded, None for the model without adapters:
+                one for all or one per prompt.
             progress: show a bar on stderr.
 
         Raises:
             RequestError: one of the prompts or params can never be served. Nothing was scheduled.
             EngineClosed: after `close()`.
+            UnknownAdapter: an adapter is not loaded, or was deleted meanwhile.
             HybridKVError: the logits of one prompt are not a number; the others of this call end with it.
         """
-        requests = self._requests(prompts, params, breakpoints, salt, cache, priority)
+        requests = self._requests(prompts, params, breakpoints, salt, cache, priority, adapter)
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not progress) as bar:
             tokens = 0
             for request in requests:
@@ -126,7 +131,7 @@ class Engine:
                     bar.set_postfix(tokens=tokens, refresh=False)
                     for i, request in enumerate(requests):
                         if request.error is not None:
-                            raise HybridKVError(f"prompt {i}: {request.error}") from request.error
+                            raise type(request.error)(f"prompt {i}: {request.error}") from request.error
             except BaseException:
                 for request in requests:
                     self._core.drop(request)
@@ -142,6 +147,7 @@ class Engine:
         salt: Salt | None = None,
         cache: bool = True,
         priority: int = 0,
+        adapter: str | None = None,
         progress: bool = False,
     ) -> Iterator[StreamEvent]:
         """Serve one prompt and yield each token as it comes; the last event carries the whole output.
@@ -152,14 +158,16 @@ class Engine:
         gives the request's pages back. Several streams may be open together: each step of one moves all of them.
 
         Args:
-            breakpoints, salt, cache, priority: as for `generate`.
+            breakpoints, salt, cache, priority, adapter: as for `generate`.
             progress: show a bar of the prompt's computation on stderr.
 
         Raises:
             RequestError: the prompt or params can never be served.
             EngineClosed: after `close()`.
         """
-        request = self.prepare(prompt, params, breakpoints=breakpoints, salt=salt, cache=cache, priority=priority)
+        request = self.prepare(
+            prompt, params, breakpoints=breakpoints, salt=salt, cache=cache, priority=priority, adapter=adapter
+        )
         return self._stream(request, progress)
 
     def prepare(
@@ -171,6 +179,7 @@ class Engine:
         salt: Salt | None = None,
         cache: bool = True,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> Request:
         """A checked request for a stream, not scheduled: for callers with a step loop of their own.
 
@@ -180,7 +189,7 @@ class Engine:
             RequestError: the prompt or params can never be served.
             EngineClosed: after `close()`.
         """
-        requests = self._requests(prompt, params, breakpoints, salt, cache, priority)
+        requests = self._requests(prompt, params, breakpoints, salt, cache, priority, adapter)
         if len(requests) != 1:
             raise RequestError(f"a stream serves one prompt, got {len(requests)}; use generate() for several")
         if (one := requests[0].params).sampled > one.n:
@@ -269,6 +278,7 @@ class Engine:
         salt: Salt | None,
         cache: bool | Sequence[bool] = True,
         priority: int | Sequence[int] = 0,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Request]:
         """Checked requests, none of them scheduled."""
         self._require_open()
@@ -278,6 +288,7 @@ class Engine:
         each = params_for(params, len(lists))
         points = breakpoints_for(breakpoints, [len(tokens) for tokens in lists])
         caching, priorities = caching_for(cache, len(lists)), priorities_for(priority, len(lists))
+        names = adapters_for(adapter, len(lists))
         for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
             try:
                 self._limits.check(tokens, one)
@@ -286,6 +297,7 @@ class Engine:
                 if len(lists) == 1:
                     raise
                 raise type(error)(f"prompt {i}: {error}") from None
+        keys = {name: self._runner.adapters.key(name) for name in set(names)}
         requests = []
         for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
             stop_ids = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._eos)
@@ -299,6 +311,7 @@ class Engine:
                     points[i],
                     caching[i],
                     priorities[i],
+                    keys[names[i]],
                     tokenizer=self.tokenizer,
                 )
             )

@@ -151,6 +151,19 @@ def caching_for(cache: bool | Sequence[bool], count: int) -> list[bool]:
     return each
 
 
+def adapters_for(adapter: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    """Per prompt, the name of a LoRA adapter, or None for the base model.
+
+    Raises:
+        RequestError: something else, or a list of another length.
+    """
+    each = _each("adapter", adapter, count)
+    for one in each:
+        if one is not None and not isinstance(one, str):
+            raise RequestError(f"an adapter is the name of one that is loaded, or None, got {one!r}")
+    return each
+
+
 def breakpoints_for(
     breakpoints: Sequence[int] | Sequence[Sequence[int]] | None, lengths: Sequence[int]
 ) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from hybridkv.engine.outputs import Completion, FinishReason, RequestOutput, Str
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.sampler_state import SamplerState
 from hybridkv.errors import HybridKVError, UsageError
-from hybridkv.hashing import Salt
+from hybridkv.hashing import Adapter, Salt
 from hybridkv.sequence import Sequence as ManagedSequence
 
 
@@ -31,6 +31,7 @@ class Request:
         stop_ids: token ids that end it, end-of-sequence ids included.
         cache: whether it may use and fill the cache.
         priority: lower runs first.
+        adapter: name and revision of its LoRA adapter, None for the base model.
         seq: held while running, None while waiting or done.
         error: why it ended without an output, if it did so alone.
         index: which of its prompt's outputs it generates.
@@ -50,6 +51,7 @@ class Request:
     breakpoints: tuple[int, ...] = ()
     cache: bool = True
     priority: int = 0
+    adapter: Adapter | None = None
     tokenizer: Tokenizer | None = None
     seq: ManagedSequence | None = None
     cached_tokens: int | None = None
@@ -144,7 +146,7 @@ class Request:
         """Longest prefix of this prompt, in whole token units and short of its last token, that `other` shares."""
         # Most prompts part in their first unit: that is cheap to see.
         if (
-            self.salt != other.salt
+            (self.salt, self.adapter) != (other.salt, other.adapter)
             or not (self.cache and other.cache)
             or self.prompt[:unit_tokens] != other.prompt[:unit_tokens]
         ):

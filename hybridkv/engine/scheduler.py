@@ -73,6 +73,11 @@ class Scheduler:
         self._admission = Admission(manager, min(max_running, max_batch_tokens))
         self.running: list[Request] = []
 
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Running and waiting ones."""
+        return (*self.running, *self._admission.waiting)
+
     def submit(self, request: Request) -> None:
         """Queue a request that was checked."""
         self._admission.submit(request)
@@ -115,7 +120,7 @@ class Scheduler:
 
     def drop_all(self) -> None:
         """Close everything after a failed step; what that step wrote is not trusted."""
-        for request in (*self.running, *self._admission.waiting):
+        for request in self.requests:
             for one in request.members:
                 one.dropped = True
             self._close(request, cache=False)

@@ -12,6 +12,7 @@ import hybridkv_models as models
 from hybridkv.catalog import model_entries, out_of_reach
 from hybridkv.entries import CacheEntry, LayerGroup
 from hybridkv.errors import ConfigError, UnsupportedModel
+from hybridkv.hf.adapters import base_model
 from hybridkv.hf.probe import probe_entries
 
 # Rotary angles that change with the longest position of a batch: a token's key would depend on its neighbours.
@@ -19,11 +20,12 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
-    """The cache entries of a model that can be served.
+    """The cache entries of a model that can be served; of a PeftModel, those of the model inside.
 
     Raises:
         UnsupportedModel: it cannot, with the reason and what to do.
     """
+    outer, model = model, base_model(model)
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:
         raise UnsupportedModel(
@@ -49,8 +51,8 @@ def check_model(model: nn.Module) -> tuple[CacheEntry, ...]:
         )
     if next(iter(devices)).type == "meta":
         raise UnsupportedModel(f"{kind} has no weights yet (device 'meta'); load them first")
-    if model.training:
-        raise UnsupportedModel(f"{type(model).__name__} is in training mode; call model.eval() first")
+    if outer.training or model.training:
+        raise UnsupportedModel(f"{type(outer).__name__} is in training mode; call model.eval() first")
     for rope in _rope_types(config):
         if rope in _ROPE_BY_LENGTH:
             raise UnsupportedModel(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hybridkv.errors import UnsupportedModel, UsageError
+from hybridkv.hf.adapters import base_model
 from hybridkv.hf.checks import is_single
 from hybridkv.hf.lease import Lease
 from hybridkv.hf.mixers import CONV, RECURRENT
@@ -61,7 +62,7 @@ def paged_cache(
             model, memory, page_tokens=page_tokens, checkpoint_interval=None, decode_checkpoint_interval=None
         )
         return PagedCache(ModelRunner(model, manager), owns_runner=True)
-    if runner.model is not model:
+    if runner.model is not base_model(model):
         raise UsageError(f"the runner runs another model, a {type(runner.model).__name__}")
     return PagedCache(runner)
 

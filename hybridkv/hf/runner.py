@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from hybridkv.config import parse_bytes
 from hybridkv.entries import group_entries
 from hybridkv.errors import UsageError
+from hybridkv.hf.adapters import Adapters, base_model
+from hybridkv.hf.by_adapter import PassByAdapter
 from hybridkv.hf.checks import check_groups, check_model, dtype_name, is_described, is_single
 from hybridkv.hf.mixers import MixerHooks
 from hybridkv.hf.packed import PackedPass
@@ -35,7 +37,7 @@ def build_manager(
     """A manager for a loaded model, with the cache entries of its config in the dtype its weights have.
 
     Args:
-        model: a transformers causal language model.
+        model: a transformers causal language model, or a PeftModel of one.
         memory: the pool, an int of bytes or "1GiB".
         page_tokens: tokens per attention page, one number or one per kind.
         options: of `GroupManager`.
@@ -45,6 +47,7 @@ def build_manager(
         ConfigError: a setting that cannot work; PoolTooSmall where the pool has no room for one slab per group.
     """
     entries = check_model(model)
+    model = base_model(model)
     config = getattr(model, "config", None)
     options.setdefault("dtype", dtype_name(model))
     options.setdefault("model", str(getattr(config, "name_or_path", "") or getattr(config, "model_type", "")))
@@ -55,7 +58,8 @@ class ModelRunner:
     """One model, one pool, one packed forward pass per call. The model behaves as before outside `forward`.
 
     Attributes:
-        model, manager, storage: what it connects.
+        model, manager, storage: what it connects; the model without the PeftModel around it.
+        adapters: what PEFT has loaded into the model.
         hooks: on the functions of the model's modules.
         vocab_size: entries of a logits row.
         max_positions: the model's context length in tokens, or None if it has none.
@@ -70,7 +74,7 @@ class ModelRunner:
         """Allocate the pool and get between the model and its caches.
 
         Args:
-            model: a transformers causal language model in eval mode, on one device.
+            model: a transformers causal language model in eval mode, on one device, or a PeftModel of one.
             manager: for the same layers, e.g. from `build_manager`.
             poison: fill pages nobody owns with NaN before every pass, to prove that none of them is read.
 
@@ -80,24 +84,25 @@ class ModelRunner:
         """
         entries = check_model(model)
         check_groups(entries, manager.groups)
-        config: Any = model.config
+        config: Any = base_model(model).config
         text = config.get_text_config(decoder=True)
-        self.model = model
+        self.model = base_model(model)
+        self.adapters = Adapters(model)
         self.manager = manager
         self.vocab_size = int(text.vocab_size)
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
-        self.storage = PoolStorage(manager.layout, next(model.parameters()).device, poison=poison)
+        self.storage = PoolStorage(manager.layout, next(self.model.parameters()).device, poison=poison)
         self.layers = LayerMap(manager.groups)
         self.layer_count = max(int(text.num_hidden_layers), self.layers.layers)
         self.losses = 0
         self.abandoned: list[Request] = []
-        self._pass = self._make_pass(self.layers)
-        self.hooks = MixerHooks(model)
-        if not is_described(model):
+        self._pass = PassByAdapter(self._make_pass(self.layers), self.adapters)
+        self.hooks = MixerHooks(self.model)
+        if not is_described(self.model):
             self._prove()
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
-        """Compute every span's tokens in one pass and store what later tokens need.
+        """Compute every span's tokens, in one pass for each LoRA adapter, and store what later tokens need.
 
         Runs the manager's pending page copies first, so all reservations of the step must have been made, and each
         span must be committed before the next pass. If it raises, states may be half advanced: close the sequences
@@ -111,6 +116,7 @@ class ModelRunner:
 
         Raises:
             UsageError: the runner is closed, the model was put into training mode, or spans that were not reserved.
+            UnknownAdapter: an adapter that is not loaded any more.
             UnsupportedModel: a layer computed its attention or its state by itself, so the logits would be wrong.
         """
         if self.closed:
