@@ -58,6 +58,7 @@ class FakeRunner:
         self.losses = 0
         self.nan_at: int | None = None
         """A token after which logits are not numbers."""
+        self.spoilt = 0
         self.fail_copies = False
 
     def reap(self) -> None:
@@ -79,41 +80,49 @@ class FakeRunner:
         self.losses -= 1
         for g in range(len(self._manager.groups)):
             self._pages[g][self._manager.free_slots(g)] = -(10**9)
-        logits = torch.zeros(len(spans), self.vocab_size)
-        for row, span in enumerate(spans):
-            logits[row, self._next(span)] = 1.0
-            if self.nan_at in np.atleast_1d(span.token_ids):
-                logits[row, 5] = torch.nan
+        rows: list[torch.Tensor] = []
+        for span in spans:
+            for count, token in enumerate(self._next(span), len(span.token_ids) - span.rows + 1):
+                logits = torch.zeros(self.vocab_size)
+                logits[token] = 1.0
+                if self.nan_at in np.atleast_1d(span.token_ids)[:count]:
+                    logits[5] = torch.nan
+                    self.spoilt += 1
+                rows.append(logits)
         self.passes.append([len(span.token_ids) for span in spans])
         if self.fail_at is not None and len(self.passes) > self.fail_at:
             raise self.failure
-        return logits
+        return torch.stack(rows)
 
-    def _next(self, span: Span) -> int:
-        total = 0
+    def _next(self, span: Span) -> list[int]:
+        """What follows each of the span's last `rows` tokens."""
+        stop = span.seq.length + len(span.token_ids)
+        ends = range(stop - span.rows + 1, stop + 1)
+        totals = [0] * span.rows
         for g, group in enumerate(self._manager.groups):
             pages = self._pages[g]
-            start, end = span.seq.length, span.seq.length + len(span.token_ids)
+            start = span.seq.length
             if group.is_state:
                 state = self._manager.state_pages(span.seq, g)
                 value = int(pages[state.slot, 0]) if start else 0
-                checkpoints = dict(state.checkpoints)
+                saves = dict(state.checkpoints)
                 for position, token in enumerate(span.token_ids, start + 1):
                     value = fold(value, int(token))
-                    if position in checkpoints:
-                        pages[checkpoints[position], 0] = value
-                pages[state.slot, 0] = value
-                total += value
+                    if position in saves:
+                        pages[saves[position], 0] = value
+                    if position in ends:
+                        totals[ends.index(position)] += value
+                pages[state.end, 0] = value
                 continue
             held = self._manager.token_pages(span.seq, g)
             slots = dict(zip(held.pages.tolist(), held.slots.tolist(), strict=True))
+            size = group.page_tokens
             for position, token in enumerate(span.token_ids, start):
-                pages[slots[position // group.page_tokens], position % group.page_tokens] = token
-            first = max(end - WINDOW, 0) if group.kind == "sliding_attention" else 0
-            total += sum(
-                int(pages[slots[p // group.page_tokens], p % group.page_tokens]) for p in range(first, end)
-            ) * (g + 2)
-        return total % VOCAB
+                pages[slots[position // size], position % size] = token
+            for i, end in enumerate(ends):
+                first = max(end - WINDOW, 0) if group.kind == "sliding_attention" else 0
+                totals[i] += sum(int(pages[slots[p // size], p % size]) for p in range(first, end)) * (g + 2)
+        return [total % VOCAB for total in totals]
 
 
 def fold(value: int, token: int) -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
-from torch import Tensor
-
 from hybridkv.engine.adapters import end_without_adapter
-from hybridkv.engine.forks import with_new_copies
-from hybridkv.engine.logprobs import Measured, read_prompt
+from hybridkv.engine.forks import new_copies
+from hybridkv.engine.logprobs import read_prompt
 from hybridkv.engine.request import Request
-from hybridkv.engine.sampler import sample
 from hybridkv.engine.scheduler import Plan, Scheduler
+from hybridkv.engine.verify import Asked, ask, choose, usable
 from hybridkv.errors import HybridKVError
-from hybridkv.hf.runner import ModelRunner, Span
+from hybridkv.hf.runner import ModelRunner
 from hybridkv.manager import GroupManager
 
 
@@ -91,57 +87,49 @@ class EngineCore:
         self._manager.evict(self._manager.layout.pool_bytes)
 
     def _run(self, plan: Plan) -> None:
-        spans = [Span(request.sequence, request.tokens[-1:]) for request in plan.decodes]
-        ready = list(enumerate(plan.decodes))
-        for request, size in plan.chunks:
-            done = request.computed
-            spans.append(Span(request.sequence, request.tokens[done : done + size], request.logits_rows(size)))
-        ends = list(accumulate(span.rows for span in spans))
+        asked, spans = ask(plan)
         logits = self._runner.forward(spans)
         # What is wrong with a pass must be known before any of its pages are published.
-        owners = [*plan.decodes, *(request for request, _ in plan.chunks)]
-        failed = self._fail_where_nan(
-            logits, [one for one, span in zip(owners, spans, strict=True) for _ in range(span.rows)]
+        sound, failed = usable(logits, asked)
+        for request in failed:
+            self._fail(request)
+        sound = [one for one in sound if one.request.seq is not None]
+        for one in sound:
+            if one.request.scoring:
+                read_prompt(one.request, logits[one.first : one.row + 1], one.request.computed + one.firm)
+        copies = new_copies(sound)
+        kept = choose(logits, [*sound, *copies])
+        self._commit(plan, sound, kept[: len(sound)])
+        for copy in copies:
+            if not copy.request.ended:
+                self._scheduler.branch(copy.request)
+        for one in sound:
+            if one.request.ended:
+                self._scheduler.finish(one.request)
+
+    def _commit(self, plan: Plan, asked: list[Asked], kept: list[int]) -> None:
+        """Count as computed what each request was right to compute."""
+        singles: list[Request] = []
+        for one, right in zip(asked, kept, strict=True):
+            request, seq = one.request, one.request.sequence
+            computed = request.tokens[request.computed : request.computed + one.firm + right]
+            if request in plan.drafts:
+                self._manager.commit_drafts(seq, computed)
+                request.learn(len(plan.drafts[request]), right)
+            elif not request.decoding:
+                self._manager.commit(seq, one.firm)
+            elif one.firm == 1:
+                singles.append(request)
+            else:
+                self._manager.commit(seq, one.firm, computed)
+        if singles:
+            fed = [request.tokens[request.computed] for request in singles]
+            self._manager.commit_decode([request.sequence for request in singles], fed)
+
+    def _fail(self, request: Request) -> None:
+        """End a request whose logits are not numbers, and its copies; nothing of theirs is kept."""
+        request.head.error = HybridKVError(
+            f"the model's logits for a request of {len(request.tokens)} tokens are not a number; "
+            "half precision overflows in some models: try bfloat16 or float32"
         )
-        for i, (request, size) in enumerate(plan.chunks, len(plan.decodes)):
-            if size == request.remaining:
-                ready.append((ends[i] - 1, request))
-            read_prompt(request, logits[ends[i] - spans[i].rows : ends[i]], request.computed + size)
-        ready = with_new_copies([(row, request) for row, request in ready if request not in failed])
-        rows = [row for row, _ in ready]
-        wanted = logits if len(rows) == len(logits) else logits[rows]
-        measured = Measured(wanted, [request for _, request in ready])
-        tokens = sample(wanted, [request.state for _, request in ready]) if ready else []
-        decodes = [request for request in plan.decodes if request not in failed]
-        if decodes:
-            self._manager.commit_decode(
-                [request.sequence for request in decodes], [request.tokens[-1] for request in decodes]
-            )
-        for request, size in plan.chunks:
-            if request not in failed:
-                self._manager.commit(request.sequence, size)
-        for (_, request), token, logprob in zip(ready, tokens, measured.of(tokens), strict=True):
-            request.append(token, logprob)
-        for _, request in ready:
-            if request.seq is None and not request.ended:
-                self._scheduler.branch(request)
-        for _, request in ready:
-            if request.seq is not None and request.ended:
-                self._scheduler.finish(request)
-
-    def _fail_where_nan(self, logits: Tensor, requests: list[Request]) -> list[Request]:
-        """End the requests whose row of logits is not a number, and their copies; nothing of theirs is kept.
-
-        Returns:
-            All of them.
-        """
-        bad = logits.amax(-1).isnan()
-        failed = []
-        for request in [requests[row] for row in bad.nonzero()[:, 0].tolist()]:
-            request.head.error = HybridKVError(
-                f"the model's logits for a request of {len(request.tokens)} tokens are not a number; "
-                "half precision overflows in some models: try bfloat16 or float32"
-            )
-            self._scheduler.drop(request, cache=False)
-            failed += request.members
-        return failed
+        self._scheduler.drop(request, cache=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Self
@@ -13,6 +13,7 @@ from hybridkv.audit import Usage
 from hybridkv.config import parse_bytes
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.detokenize import Tokenizer
+from hybridkv.engine.drafts import Drafter, PromptLookup, Speculation
 from hybridkv.engine.forks import add_copies
 from hybridkv.engine.outputs import RequestOutput, StreamEvent
 from hybridkv.engine.params import SamplingParams
@@ -29,7 +30,7 @@ from hybridkv.engine.prompts import (
 )
 from hybridkv.engine.request import Request
 from hybridkv.engine.scheduler import Plan, Scheduler
-from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError
+from hybridkv.errors import ConfigError, EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError
 from hybridkv.hashing import Salt
 from hybridkv.hf.paged_cache import PagedCache, paged_cache
 from hybridkv.hf.runner import ModelRunner
@@ -52,9 +53,11 @@ class Engine:
         max_running: most requests that hold pages at once.
         logits_memory: bytes of float32 logits one pass may give for `prompt_logprobs`, an int or "64MiB". Such
             prompts are computed in chunks of as many tokens as that allows, at least one.
+        speculate: most tokens to guess ahead of each request's next one; 0 guesses none.
+        drafter: makes what guesses for one request.
 
     Raises:
-        ConfigError: a limit below 1.
+        ConfigError: a limit below 1, or fewer than 0 guesses.
         PoolTooSmall: the pool cannot hold a request of two tokens.
     """
 
@@ -68,7 +71,11 @@ class Engine:
         max_batch_tokens: int = 2048,
         max_running: int = 64,
         logits_memory: int | str = "64MiB",
+        speculate: int = 0,
+        drafter: Callable[[], Drafter] = PromptLookup,
     ) -> None:
+        if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
+            raise ConfigError(f"speculate must be an integer of at least 0, got {speculate!r}")
         self.manager = manager
         self.tokenizer = tokenizer
         self._runner = runner
@@ -84,6 +91,8 @@ class Engine:
                 "give it more memory"
             )
         self._arrivals = count(1)
+        self._speculate = speculate
+        self._drafter = drafter
         self._closed = False
 
     def generate(
@@ -313,6 +322,7 @@ class Engine:
                     priorities[i],
                     keys[names[i]],
                     tokenizer=self.tokenizer,
+                    speculation=Speculation(self._drafter, self._speculate) if self._speculate else None,
                 )
             )
             add_copies(requests[-1], self._arrivals)

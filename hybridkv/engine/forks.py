@@ -6,10 +6,11 @@ scheduled, preempted and resumed like any request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hybridkv.engine.request import Request
+from hybridkv.engine.verify import Asked
 
 
 def add_copies(head: Request, arrivals: Iterator[int]) -> None:
@@ -20,16 +21,24 @@ def add_copies(head: Request, arrivals: Iterator[int]) -> None:
         arrivals: numbers in order of submission, one is taken for each copy.
     """
     head.copies += [
-        replace(head, arrival=next(arrivals), index=i, origin=head, copies=[], logprobs=[])
+        replace(
+            head,
+            arrival=next(arrivals),
+            index=i,
+            origin=head,
+            copies=[],
+            logprobs=[],
+            speculation=head.speculation and head.speculation.another(),
+        )
         for i in range(1, head.params.sampled)
     ]
 
 
-def with_new_copies(ready: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
-    """Rows of logits and who samples from them: copies take their first token from the row of their head."""
-    spread = []
-    for row, request in ready:
-        spread.append((row, request))
-        if len(request.tokens) == len(request.prompt):
-            spread += [(row, copy) for copy in request.copies]
-    return spread
+def new_copies(asked: Iterable[Asked]) -> list[Asked]:
+    """The copies that take their first token now, from the row of their head."""
+    return [
+        one._replace(request=copy, firm=0)
+        for one in asked
+        if one.due and len(one.request.tokens) == len(one.request.prompt)
+        for copy in one.request.copies
+    ]

@@ -72,6 +72,8 @@ class RequestOutput:
         ttft_s: seconds from submission to the first token, time in the waiting queue included.
         total_s: seconds from submission to the last token.
         preemptions: how often the request gave its pages back and was computed again from the cache.
+        drafted: tokens guessed ahead and checked by the model.
+        accepted: of these, how many it chose as well.
         logprobs: one for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
         prompt_logprobs: one for each prompt token but the first, given the tokens before it; None unless
             `SamplingParams.prompt_logprobs` asked for them.
@@ -89,6 +91,8 @@ class RequestOutput:
     ttft_s: float
     total_s: float
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.engine.detokenize import OutputText, Tokenizer
+from hybridkv.engine.drafts import Speculation
 from hybridkv.engine.outputs import Completion, FinishReason, RequestOutput, StreamEvent, TokenLogprob, best
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.sampler_state import SamplerState
@@ -32,7 +33,9 @@ class Request:
         cache: whether it may use and fill the cache.
         priority: lower runs first.
         adapter: name and revision of its LoRA adapter, None for the base model.
+        speculation: guesses its next tokens; None if nobody does.
         seq: held while running, None while waiting or done.
+        drafted, accepted: guesses that were checked, and how many of them the model chose as well.
         error: why it ended without an output, if it did so alone.
         index: which of its prompt's outputs it generates.
         origin: the request that computes the prompt for it, if it is a copy.
@@ -53,9 +56,12 @@ class Request:
     priority: int = 0
     adapter: Adapter | None = None
     tokenizer: Tokenizer | None = None
+    speculation: Speculation | None = None
     seq: ManagedSequence | None = None
     cached_tokens: int | None = None
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     dropped: bool = False
     error: HybridKVError | None = None
@@ -125,7 +131,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Known tokens still to be computed; 1 while decoding."""
+        """Known tokens still to be computed; while decoding 1, and more where a guess after right ones was wrong."""
         return len(self.tokens) - self.computed
 
     @property
@@ -141,6 +147,20 @@ class Request:
     def decoding(self) -> bool:
         """Whether the next token to compute is one the sequence was not opened with."""
         return self.seq is not None and self.seq.length == self.seq.known
+
+    def guess(self, most: int) -> list[int]:
+        """At most `most` tokens that may come next: none that would end the output, for nothing comes after it."""
+        if self.speculation is None:
+            return []
+        left = len(self.prompt) + self.params.max_tokens - len(self.tokens)
+        guesses = self.speculation.propose(self.tokens, min(most, left - 1))
+        ends = (i for i, token in enumerate(guesses) if token in self.stop_ids)
+        return guesses[: next(ends, len(guesses))]
+
+    def learn(self, drafted: int, kept: int) -> None:
+        """Hear how many of its guesses were right."""
+        if self.speculation is not None:
+            self.speculation.judge(drafted, kept)
 
     def shared_tokens(self, other: Request, unit_tokens: int) -> int:
         """Longest prefix of this prompt, in whole token units and short of its last token, that `other` shares."""
@@ -205,6 +225,8 @@ class Request:
             total_s=now - self._submitted,
             preemptions=sum(one.preemptions for one in self.members),
             logprobs=first.logprobs,
+            drafted=sum(one.drafted for one in self.members),
+            accepted=sum(one.accepted for one in self.members),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             cumulative_logprob=first.cumulative_logprob,
             others=tuple(others),

@@ -10,6 +10,7 @@ between two tokens of a request is one step, however long the prompts beside it 
 - Waiting requests are admitted as admission.py says.
 - A waiting request that shares a prefix with a prompt being computed waits for that prefix rather than compute it
   twice. The prompt being computed keeps a resume point there, and is as urgent as the one that waits for it.
+- Decodes guess ahead in what budget and pages are left then. A guess is given up before anybody waits for it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One forward pass. Pages are reserved for all of it."""
+    """One forward pass. Pages are reserved for all of it.
+
+    Attributes:
+        decodes: requests that are given all tokens they have.
+        chunks: parts of prompts.
+        drafts: what some of `decodes` guess to come next.
+    """
 
     decodes: list[Request]
     chunks: list[Chunk]
+    drafts: dict[Request, list[int]]
 
     @property
     def empty(self) -> bool:
@@ -88,10 +96,11 @@ class Scheduler:
         Raises:
             OutOfPages: the only running request cannot go on, because others hold pages of this pool.
         """
-        plan = Plan(self._reserve_decodes(), [])
-        self._share_out(plan, self._max_batch_tokens - len(plan.decodes))
+        plan = Plan(self._reserve_decodes(), [], {})
+        self._share_out(plan, self._max_batch_tokens - sum(request.remaining for request in plan.decodes))
         if plan.empty and self.running:
             self._force(plan)
+        self._add_drafts(plan)
         return plan
 
     def finish(self, request: Request) -> None:
@@ -128,9 +137,14 @@ class Scheduler:
         self._admission.clear()
 
     def _reserve_decodes(self) -> list[Request]:
-        while decodes := [request for request in self.running if request.decoding]:
+        while decodes := self._decodes():
+            singles = [request.sequence for request in decodes if request.remaining == 1]
+            keep = self._next_out()
             try:
-                self._manager.reserve_decode([request.sequence for request in decodes], keep=self._next_out())
+                self._manager.reserve_decode(singles, keep=keep)
+                for request in decodes:
+                    if request.remaining > 1:
+                        self._manager.reserve(request.sequence, request.remaining, keep=keep)
             except OutOfPages:
                 if len(self.running) == 1:
                     raise
@@ -138,6 +152,26 @@ class Scheduler:
             else:
                 break
         return decodes
+
+    def _decodes(self) -> list[Request]:
+        """Running requests that decode. Who has right guesses to compute again may leave no room for the last ones."""
+        found, left = [], self._max_batch_tokens
+        for request in self.running:
+            if request.decoding and request.remaining <= left:
+                found.append(request)
+                left -= request.remaining
+        return found
+
+    def _add_drafts(self, plan: Plan) -> None:
+        computed = [request.remaining for request in plan.decodes] + [chunk.size for chunk in plan.chunks]
+        budget = self._max_batch_tokens - sum(computed)
+        for request in plan.decodes:
+            guesses = request.guess(budget)
+            if guesses:
+                granted = self._manager.reserve_drafts(request.sequence, request.remaining, len(guesses))
+                if granted:
+                    plan.drafts[request] = guesses[:granted]
+                    budget -= granted
 
     def _share_out(self, plan: Plan, budget: int) -> None:
         """Chunks of prompts, running and waiting ones, within the budget."""

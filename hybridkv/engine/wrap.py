@@ -24,6 +24,7 @@ def wrap(
     checkpoint_interval: int | None = 4096,
     decode_checkpoint_interval: int | None = 64,
     logits_memory: int | str = "64MiB",
+    speculate: int = 0,
     poison: bool = False,
 ) -> Engine:
     """Serve a Hugging Face causal language model from one pool of KV memory.
@@ -43,6 +44,8 @@ def wrap(
         decode_checkpoint_interval: tokens between copies of a decoding request's states, None for none.
         logits_memory: bytes of float32 logits one pass may give for `prompt_logprobs`; such prompts are computed in
             chunks of as many tokens as that allows.
+        speculate: most tokens to guess ahead from the request's own text, checked in the pass that computes its next
+            one; the output is the same, sooner where text repeats itself. 0 is off.
         poison: fill pages nobody owns with NaN before every step, to find reads of foreign pages; slow.
 
     Raises:
@@ -77,6 +80,7 @@ def wrap(
             eos_token_ids=eos_token_ids(model),
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
+            speculate=speculate,
             logits_memory=logits_memory,
         )
     except BaseException:

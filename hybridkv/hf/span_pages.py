@@ -40,7 +40,7 @@ class SpanPages:
                 self._tables[g] = PageTable([held], group.page_tokens, storage.device)
                 continue
             states = manager.state_pages(request, g)
-            kept = {self.end: [states.slot]}
+            kept = {self.end: [states.end]}
             for position, slot in states.checkpoints:
                 if self.past < position <= self.end:
                     kept.setdefault(position, []).append(slot)
