@@ -64,6 +64,12 @@ def test_rows_of_one_length_are_neither_spread_nor_masked() -> None:
     assert bucket.mask is None
 
 
+def test_long_rows_of_different_lengths_are_not_copied_into_a_batch() -> None:
+    pages = Pages("full_attention", [100, 90], [1, 1])
+    buckets = gathering_of(pages, pages.plan()).buckets
+    assert [(bucket.first, bucket.last, bucket.columns) for bucket in buckets] == [(0, 101, None), (101, 192, None)]
+
+
 def test_first_chunks_need_no_page() -> None:
     pages = Pages("full_attention", [0, 0], [1, 60])
     assert gathering_of(pages, pages.plan()).index is None

@@ -7,6 +7,7 @@ attention function, which shares them out to the spans again. So nothing here re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from hybridkv.ops.planning import PageTable, additive
 from hybridkv.ops.spans import Ints, TokenPlan
 from hybridkv.rules import Rule
 from hybridkv.storage import TokenIndex
+
+_BATCHED_TOKENS = 64
+"""Spans of more tokens than this on average attend one by one: a call costs less than bringing keys into rows."""
 
 
 class GatheredBucket(NamedTuple):
@@ -79,7 +83,11 @@ def plan_gathering(
     if ends[-1] > counts.sum():
         index = table.index(np.repeat(np.arange(len(counts)), per_span), positions)
     firsts = np.cumsum(per_span) - per_span
-    buckets = tuple(_bucket(bucket.start, bucket.stop, firsts, per_span, dtype, device) for bucket in plan.buckets)
+    buckets = tuple(
+        bucket
+        for batch in plan.buckets
+        for bucket in _buckets(batch.start, batch.stop, firsts, per_span, dtype, device)
+    )
     singles = len(counts) - len(plan.chunks)
     return Gathering(index, int(ends[-1]), buckets, tuple(firsts[singles:].tolist()))
 
@@ -116,19 +124,23 @@ def gathered_attention(
     return output
 
 
-def _bucket(
+def _buckets(
     start: int, stop: int, firsts: Ints, sizes: Ints, dtype: torch.dtype, device: torch.device
-) -> GatheredBucket:
-    first, last = int(firsts[start]), int(firsts[stop - 1] + sizes[stop - 1])
-    width = np.arange(sizes[start:stop].max())
-    seen = width < sizes[start:stop, None]
-    if seen.all():
-        return GatheredBucket(start, stop, first, last, None, None)
-    # The end of a short row may be any keys at all; they only have to be there.
-    columns = firsts[start:stop, None] + np.where(seen, width, 0)
-    return GatheredBucket(
-        start, stop, first, last, torch.from_numpy(columns.ravel()).to(device), additive(seen, dtype, device)
-    )
+) -> Iterator[GatheredBucket]:
+    asked = sizes[start:stop]
+    ends = firsts + sizes
+    if (asked == asked[0]).all():
+        yield GatheredBucket(start, stop, int(firsts[start]), int(ends[stop - 1]), None, None)
+    elif asked.mean() > _BATCHED_TOKENS:
+        for i in range(start, stop):
+            yield GatheredBucket(i, i + 1, int(firsts[i]), int(ends[i]), None, None)
+    else:
+        width = np.arange(asked.max())
+        seen = width < asked[:, None]
+        # The end of a short row may be any keys at all; they only have to be there.
+        columns = torch.from_numpy((firsts[start:stop, None] + np.where(seen, width, 0)).ravel()).to(device)
+        mask = additive(seen, dtype, device)
+        yield GatheredBucket(start, stop, int(firsts[start]), int(ends[stop - 1]), columns, mask)
 
 
 def _singles(query: Tensor, key: Tensor, value: Tensor, bucket: GatheredBucket, scoring: Scoring) -> Tensor:
