@@ -129,6 +129,43 @@ def test_rows_of_several_requests_and_of_spans_that_are_cut(model_type: str) -> 
     runner.close()
 
 
+@pytest.mark.parametrize("model_type", STOCK)
+def test_a_filled_cache_is_the_one_transformers_would_have(model_type: str) -> None:
+    model = tiny(model_type)
+    seen: list[Any] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        cache = kwargs["cache"]
+        seen.append([(*sizes(cache, layer), tensors(cache.layers[layer])) for layer in range(len(cache))])
+
+    manager, runner = start(model)
+    seq = manager.open(IDS)
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    for count in (60, 1):
+        manager.reserve(seq, count)
+        runner.forward([Span(seq, IDS[seq.length : seq.length + count])])
+        manager.commit(seq, count)
+    handle.remove()
+    runner.close()
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.from_numpy(IDS[:60])[None], cache=stock, use_cache=True)
+    for layer, (length, masks, found) in enumerate(seen[-1]):
+        assert (length, masks) == sizes(stock, layer)
+        for own, expected in zip(found, tensors(stock.layers[layer]), strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+
+
+def sizes(cache: Any, layer: int) -> tuple[int, tuple[int, int]]:
+    return cache.get_seq_length(layer), cache.get_mask_sizes(5, layer)
+
+
+def tensors(stored: Any) -> list[torch.Tensor]:
+    states = (*getattr(stored, "conv_states", {}).values(), *getattr(stored, "recurrent_states", {}).values())
+    found = (stored.keys, stored.values, getattr(stored, "indexer_keys", None), *states)
+    return [tensor.clone() for tensor in found if tensor is not None]
+
+
 def test_a_span_is_cut_only_where_a_state_is_kept() -> None:
     model = tiny("minimax")
     manager, runner = start(model, checkpoint_interval=None)

@@ -22,12 +22,10 @@ class MiniMaxSpanCache(MiniMaxCache):
         super().__init__()  # type: ignore[no-untyped-call]
         self.attended: set[int] = set()
         self._pages = pages
-        self._position: dict[int, int] = {}
+        self._length = pages.past
         self._linear = [kind == "linear_attention" for kind in config.layer_types]
-        self._first = self._linear.index(False) if False in self._linear else None
         self._states: dict[int, Tensor] = {}
         for layer in range(len(self._linear)):
-            self._position[layer] = pages.past
             if tokens := pages.tokens(layer):
                 super().update(as_heads(tokens[0]), as_heads(tokens[1]), layer)
             if states := pages.states(layer):
@@ -37,9 +35,7 @@ class MiniMaxSpanCache(MiniMaxCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [1, heads, tokens, size]; returns all the layer may attend to."""
-        position = self._position[layer_idx]
-        self._pages.write_tokens(layer_idx, 0, position, [token_rows(key_states), token_rows(value_states)])
-        self._position[layer_idx] = position + key_states.shape[2]
+        self._pages.write_tokens(layer_idx, 0, self._length, [token_rows(key_states), token_rows(value_states)])
         self.attended.add(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -47,6 +43,7 @@ class MiniMaxSpanCache(MiniMaxCache):
         """Store the states after `position` tokens; the layers that had one."""
         for layer, state in self._states.items():
             self._pages.write_states(layer, position, [state])
+        self._length = position
         return set(self._states)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -56,13 +53,13 @@ class MiniMaxSpanCache(MiniMaxCache):
         return self._states.get(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._position[layer_idx]
+        return self._length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._position[self._asked(layer_idx)]
+        return self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._position[self._asked(layer_idx)] + query_length, 0
+        return self._length + query_length, 0
 
     def __len__(self) -> int:
         return len(self._linear)
@@ -78,7 +75,3 @@ class MiniMaxSpanCache(MiniMaxCache):
     @property
     def is_dummy(self) -> list[bool]:
         return [False] * len(self._linear)
-
-    def _asked(self, layer: int) -> int:
-        """The layer that counts tokens for one that does not."""
-        return self._first if self._linear[layer] and self._first is not None else layer

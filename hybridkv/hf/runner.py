@@ -1,4 +1,7 @@
-"""Runs an unmodified Hugging Face model over the pool: one forward pass per step for any mix of requests."""
+"""Runs an unmodified Hugging Face model over the pool: one forward pass per step for any mix of requests.
+
+Models that cannot share a pass get one for each request.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class SpanCache(Protocol):
     """Layers that handed over all parts of their tokens."""
 
     def keep_states(self, position: int) -> set[int]:
-        """Store the states after `position` tokens; the layers that had one."""
+        """Store the states after `position` tokens, the end of a forward pass; the layers that had one."""
         ...
 
 
@@ -33,7 +33,7 @@ class DynamicSpanCache(DynamicCache):
         super().__init__(config=config)
         self.attended: set[int] = set()
         self._pages = pages
-        self._position = dict.fromkeys(range(len(self.layers)), pages.past)
+        self._length = pages.past
         for layer, stored in enumerate(self.layers):
             self._fill_tokens(stored, pages.tokens(layer))
             _fill_states(stored, pages.states(layer))
@@ -42,27 +42,24 @@ class DynamicSpanCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [1, heads, tokens, size]; returns all the layer may attend to."""
-        position = self._position[layer_idx]
-        self._pages.write_tokens(layer_idx, 0, position, [token_rows(key_states), token_rows(value_states)])
-        self._position[layer_idx] = position + key_states.shape[2]
+        self._pages.write_tokens(layer_idx, 0, self._length, [token_rows(key_states), token_rows(value_states)])
         self.attended.add(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store index keys [1, tokens, size], the third part of a token; returns those of all tokens."""
-        every = super().update_indexer(indexer_key_states, layer_idx)
-        position = every.shape[1] - indexer_key_states.shape[1]
-        self._pages.write_tokens(layer_idx, 2, position, [indexer_key_states[0]])
-        return every
+        self._pages.write_tokens(layer_idx, 2, self._length, [indexer_key_states[0]])
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     def keep_states(self, position: int) -> set[int]:
-        """Store the states after `position` tokens; the layers that had one."""
+        """Store the states after `position` tokens, the end of a forward pass; the layers that had one."""
         kept = set()
         for layer, stored in enumerate(self.layers):
             parts = _stored_states(stored)
             if parts:
                 self._pages.write_states(layer, position, parts)
                 kept.add(layer)
+        self._length = position
         return kept
 
     def _fill_tokens(self, stored: Any, parts: list[Tensor]) -> None:
