@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from hybridkv.engine.params import SamplingParams
+from hybridkv.engine.wrap import wrap
 from hybridkv.errors import HybridKVError, RequestError, UnknownAdapter, UsageError
 from hybridkv.hf.adapters import METHODS, Adapters, base_model
 from hybridkv.hf.checks import check_model
 from hybridkv.hf.runner import ModelRunner, Span, build_manager
 from hybridkv_models import family
-from tests.adapter_cases import ATTENTION, lora, peft_model
+from tests.adapter_cases import ATTENTION, lora, own, peft_model
 from tests.model_cases import tiny_model
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -52,6 +54,17 @@ def test_every_method_served_gives_the_logits_of_peft(method: str) -> None:
             base = model(input_ids=torch.tensor([ids])).logits[0]
     torch.testing.assert_close(found, torch.cat([expected, base[-1:], expected]), rtol=1e-4, atol=1e-4)
     assert (expected - base).abs().max() > 0.01
+
+
+def test_an_adapter_of_the_experts_of_a_mixture() -> None:
+    options: dict[str, Any] = {"target_parameters": ["feed_forward.experts.gate_up_proj"], "lora_alpha": 64}
+    model = peft_model("jamba", one=lora([], **options))
+    prompt = list(range(1, 41))
+    with wrap(model, memory="4MiB", poison=True) as engine:
+        outs = engine.generate([prompt] * 2, SamplingParams(max_tokens=8), adapter=["one", None])
+    expected = [own(model, adapter, prompt, 8) for adapter in ("one", None)]
+    assert [out.token_ids for out in outs] == expected
+    assert expected[0] != expected[1]
 
 
 def test_a_fork_keeps_the_adapter() -> None:
@@ -132,6 +145,10 @@ def test_switching_is_undone_also_after_an_error() -> None:
     with adapters.active(None):
         assert all(layer.disable_adapters for layer in layers_of(model))
     assert {(*layer.active_adapters, layer.disable_adapters) for layer in layers_of(model)} == {("two", False)}
+    with model.disable_adapter():
+        with adapters.active("one"):
+            assert not any(layer.disable_adapters for layer in layers_of(model))
+        assert all(layer.disable_adapters for layer in layers_of(model))
     with pytest.raises(UnknownAdapter, match="'three' is not loaded; the model has 'one', 'two'"):
         adapters.active("three").__enter__()
 
@@ -175,6 +192,13 @@ def test_adapters_that_cannot_be_served(config: Any, message: str) -> None:
     with pytest.raises(RequestError, match=f"'odd'.*{message}"):
         adapters.key("odd")
     assert adapters.problem(None) is None
+
+
+def test_an_adapter_without_weights_is_refused() -> None:
+    model = peft_model("llama", empty=lora(ATTENTION))
+    layers_of(model)[2].lora_A.to("meta")
+    with pytest.raises(RequestError, match=r"adapter 'empty' has no weights yet .*; load them first"):
+        Adapters(model).key("empty")
 
 
 def test_dropout_in_training_mode_is_refused() -> None:

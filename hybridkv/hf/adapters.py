@@ -6,20 +6,17 @@ switch them, and a PeftModel by its `get_base_model`, so PEFT itself is never im
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybridkv.errors import HybridKVError, RequestError, UnknownAdapter, UsageError
 from hybridkv.hashing import Adapter
+from hybridkv.hf.adapter_content import AdapterContent
 
 METHODS = ("ADALORA", "FOURIERFT", "HRA", "IA3", "LOHA", "LOKR", "LORA", "OFT", "VERA")
 """Methods of PEFT whose layers treat every token by itself, and leave the model as it was when switched off."""
@@ -43,10 +40,11 @@ def base_model(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An adapter as it was when its revision was computed: its config object and a cheap trace of its weights."""
+    """An adapter as it was when its revision was computed."""
 
     config: object
-    trace: tuple[object, ...]
+    content: AdapterContent
+    trace: list[object]
     revision: str
 
 
@@ -86,13 +84,10 @@ class Adapters:
         if name is None:
             return None
         config = self._servable(name)
-        trace: list[object] = []
-        for path, held in self._held(name):
-            _check_evaluating(name, held)
-            trace += [path, *_trace(held)]
         known = self._seen.get(name)
-        if known is None or known.config is not config or known.trace != tuple(trace):
-            known = self._seen[name] = _Loaded(config, tuple(trace), self._digest(name, config))
+        if known is None or known.config is not config or known.content.trace() != known.trace:
+            content = AdapterContent(name, self._tuned())
+            known = self._seen[name] = _Loaded(config, content, content.trace(), content.digest(config))
         return name, known.revision
 
     def problem(self, adapter: Adapter | None) -> HybridKVError | None:
@@ -128,14 +123,15 @@ class Adapters:
         # The setters of PEFT would also change which weights take gradients.
         before = [(layer, layer._active_adapter, layer._disable_adapters) for _, layer in layers]
         try:
-            for layer, _, _ in before:
-                layer._disable_adapters = name is None
+            for layer, active, _ in before:
                 if name is not None:
-                    layer._active_adapter = [name] if name in getattr(layer, "_adapters", (name,)) else []
+                    # Copies of whole modules know whose they have; the others pass over a name they do not know.
+                    active = [name] if name in vars(layer).get("_adapters", (name,)) else []
+                _switch(layer, active, name is None)
             yield
         finally:
             for layer, active, disabled in before:
-                layer._active_adapter, layer._disable_adapters = active, disabled
+                _switch(layer, active, disabled)
 
     def _configs(self) -> Mapping[str, Any]:
         # Only methods that change no layer are kept by the PeftModel alone.
@@ -179,7 +175,7 @@ class Adapters:
         Raises:
             UsageError: something else is wanted.
         """
-        merged = {one for _, layer in self._tuned() for one in getattr(layer, "merged_adapters", ())}
+        merged = {one for _, layer in self._tuned() for one in layer.merged_adapters}
         if merged - {name}:
             raise UsageError(
                 f"{', '.join(map(repr, sorted(merged)))} merged into the model's weights, so "
@@ -198,49 +194,7 @@ class Adapters:
             self._seen = {name: one for name, one in self._seen.items() if any(one.config is c for c in configs)}
         return self._layers
 
-    def _held(self, name: str) -> Iterator[tuple[str, Any]]:
-        """What every layer keeps for one adapter: modules, tensors, plain values."""
-        for path, layer in self._tuned():
-            for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
-                kept = attrgetter(attribute)(layer)
-                if hasattr(kept, "keys") and name in kept:
-                    yield f"{path}.{attribute}", kept[name]
 
-    def _digest(self, name: str, config: Any) -> str:
-        digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=_plain).encode())
-        for path, held in self._held(name):
-            for part, value in _contents(held):
-                shape = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                digest.update(json.dumps([path, part, shape]).encode())
-                if isinstance(value, Tensor):
-                    if value.is_meta:
-                        raise RequestError(f"adapter {name!r} has no weights yet (device 'meta'); load them first")
-                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-
-def _contents(held: Any) -> list[tuple[str, Any]]:
-    """Tensors and plain values of what a layer keeps for an adapter, by name."""
-    if isinstance(held, nn.Module):
-        return [*held.named_parameters(), *held.named_buffers()]
-    return [("", held)]
-
-
-def _trace(held: Any) -> Iterator[object]:
-    """Changes when what is held is replaced, or changed in a way that torch counts."""
-    for _, value in _contents(held):
-        if not isinstance(value, Tensor):
-            yield repr(value)
-        else:
-            yield value.data_ptr(), 0 if value.is_inference() else value._version
-
-
-def _check_evaluating(name: str, held: Any) -> None:
-    modules = held.modules() if isinstance(held, nn.Module) else ()
-    if any(module.training and module.p for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)):
-        raise RequestError(f"the dropout of adapter {name!r} is in training mode; call model.eval() after loading it")
-
-
-def _plain(value: Any) -> Any:
-    """Sets have no order that stays the same from one process to the next."""
-    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+def _switch(layer: Any, active: Any, disabled: bool) -> None:
+    # Not by setattr, where a module looks for parameters first: this runs for every layer of every pass.
+    vars(layer).update(_active_adapter=active, _disable_adapters=disabled)
