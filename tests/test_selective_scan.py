@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybridkv.ops import selective_scan as module
 from hybridkv.ops.selective_scan import chunk_length, selective_scan, selective_step
 
 
@@ -182,8 +183,23 @@ def test_equals_the_scan_that_transformers_ships() -> None:
     torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-4)
 
 
+def test_many_channels_are_scanned_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = make(2, 50, 4, 90, seed=14)
+    whole = scan(given, state=given.state)
+    monkeypatch.setattr(module, "_CPU_ELEMENTS", 1)
+    monkeypatch.setattr(module, "_MIN_CHANNELS", 16)
+    blocks: list[int] = []
+    apply = module._ChunkedScan.apply
+    monkeypatch.setattr(
+        module._ChunkedScan, "apply", lambda dt, *rest: (blocks.append(dt.shape[-1]), apply(dt, *rest))[1]
+    )
+    for found, expected in zip(scan(given, state=given.state), whole, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert blocks == [16, 16, 16, 2]
+
+
 def test_python_steps_stay_few_for_long_spans() -> None:
     cpu = torch.device("cpu")
-    assert chunk_length(1, 512, 16, 4096, cpu) <= 128
+    assert chunk_length(1, 512, 16, 4096, cpu) <= 4096 // 8
     assert chunk_length(1, 8192, 16, 131072, cpu) <= 131072 // 8
     assert chunk_length(4, 8, 4, 5, cpu) == 5

@@ -8,9 +8,9 @@ from transformers import DynamicCache
 
 from hybridkv.hf.paged_cache import paged_cache
 from hybridkv.hf.runner import ModelRunner, Span, build_manager
-from tests.test_delta_models import check_greedy
 from tests.test_hf_paged_cache import GENERATE, prompts
 from tests.test_hf_runner import IDS, tiny
+from tests.test_multimodal_models import check_greedy
 
 OWN_DECODE = ("nemotron_h", "zamba2")
 """Types whose one-token decode in transformers is not what their pass over many tokens computes (see their NOTE)."""

@@ -19,6 +19,7 @@ The backward pass keeps one state in every `sqrt(steps)` and recomputes those in
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,9 +29,10 @@ from torch.nn import functional
 
 # Work per Python step, in state elements: on a CPU large enough to hide the call overhead and small enough for the
 # second-level cache; on an accelerator the launches dominate.
-_CPU_ELEMENTS = 1 << 18
+_CPU_ELEMENTS = 1 << 17
 _DEVICE_ELEMENTS = 1 << 23
 _MIN_CHUNKS = 8
+_MIN_CHANNELS = 128
 _MIN_CHUNK = 16
 
 
@@ -57,6 +59,26 @@ def selective_scan(
     """
     batch, channels, length = x.shape
     states = A.shape[-1]
+    most = _channels_at_once(batch, states, x.device)
+    if channels > most:
+        blocks = [slice(first, first + most) for first in range(0, channels, most)]
+        done = [
+            selective_scan(
+                x[:, block],
+                dt[:, block],
+                A[block],
+                B,
+                C,
+                None if D is None else D[block],
+                z=None if z is None else z[:, block],
+                delta_bias=None if delta_bias is None else delta_bias[block],
+                delta_softplus=delta_softplus,
+                initial_state=None if initial_state is None else initial_state[:, block],
+                chunk=chunk,
+            )
+            for block in blocks
+        ]
+        return torch.cat([y for y, _ in done], 1), torch.cat([final for _, final in done], 1)
     wide = _accumulator(x)
     dt = _time_step(dt.to(wide), delta_bias, delta_softplus)
     state = (
@@ -107,6 +129,13 @@ def selective_step(
     y = torch.matmul(new_state, C.to(wide)[..., None])
     gate = None if z is None else z[..., None]
     return _finish(y, x_wide[..., None], D, gate, -1)[..., 0].to(x.dtype), new_state
+
+
+def _channels_at_once(batch: int, states: int, device: torch.device) -> int:
+    """Channels are independent: on a CPU, so many go together that one step of a few chunks stays in the cache."""
+    if device.type != "cpu":
+        return sys.maxsize
+    return max(_MIN_CHANNELS, _CPU_ELEMENTS // (batch * states * _MIN_CHUNKS))
 
 
 def chunk_length(batch: int, channels: int, states: int, length: int, device: torch.device) -> int:
