@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,33 @@ class Usage(NamedTuple):
     padding_bytes: int
     resume_points: int
     groups: tuple[GroupUsage, ...]
+
+
+class Counters(NamedTuple):
+    """What has happened since the pool was made.
+
+    Attributes:
+        evicted_pages: cached pages dropped for want of room.
+        lost_points: resume points given up for want of room.
+        moved_pages: pages copied by compaction.
+    """
+
+    evicted_pages: int
+    lost_points: int
+    moved_pages: int
+
+
+def counters(ledger: Ledger) -> Counters:
+    """Evictions and moves so far."""
+    return Counters(ledger.evicted, ledger.retention.lost, ledger.moved)
+
+
+def missing_groups(ledger: Ledger, digests: Seq[bytes], tokens: int) -> tuple[int, ...]:
+    """Numbers of the groups that cannot resume after the first `tokens` tokens of a prompt with these digests."""
+    matched = ledger.index.match(digests[: tokens // ledger.layout.unit_tokens])
+    row = ledger.index.row(digests[matched - 1]) if matched else -1
+    needed = ledger.retention.needed_pages(row, tokens)
+    return tuple(g for g, pages in enumerate(needed) if (pages < 0).any())
 
 
 def usage(ledger: Ledger) -> Usage:

@@ -360,6 +360,24 @@ class GroupManager:
         """Bytes and pages by group and by state."""
         return audit.usage(self._ledger)
 
+    def counters(self) -> audit.Counters:
+        """Evictions and moves so far."""
+        return audit.counters(self._ledger)
+
+    def missing_groups(self, seq: Sequence, tokens: int) -> tuple[int, ...]:
+        """Numbers of the groups that keep a new request from resuming after this many of the tokens of `seq`.
+
+        Raises:
+            UsageError: no multiple of `layout.boundary_tokens` within the whole units known of `seq`.
+        """
+        unit = self.unit_tokens
+        if tokens < 0 or tokens % self.layout.boundary_tokens or tokens > len(seq.digests) * unit:
+            raise UsageError(
+                f"no resume point can be at {tokens} tokens: it takes a multiple of {self.layout.boundary_tokens} "
+                f"within the {len(seq.digests) * unit} tokens that have digests"
+            )
+        return audit.missing_groups(self._ledger, seq.digests, tokens)
+
     def check(self) -> None:
         """Walk every invariant of pool, index, resume points and sequences.
 

@@ -88,12 +88,14 @@ class Retention:
         needs: [groups][pages] how many resume points need each page.
         stamps: [groups][pages] when each page was last let go of by a sequence.
         clock: counts uses; larger is later.
+        lost: resume points given up so far for want of room.
     """
 
     def __init__(self, layout: Layout, pool: Pool, index: PrefixIndex, policy: Policy) -> None:
         self.needs = [np.zeros(layout.slots(g), np.int32) for g in range(len(layout.plans))]
         self.stamps = [np.zeros(layout.slots(g), np.int64) for g in range(len(layout.plans))]
         self.clock = 0
+        self.lost = 0
         self._layout = layout
         self._pool = pool
         self._index = index
@@ -222,6 +224,7 @@ class Retention:
                         break
                     oldest = [_deepest(points) for points in islice(self._requests.values(), CANDIDATES)]
                     self.drop(self._policy(self, oldest).row)
+                    self.lost += 1
                     continue
             for victims in self._pop(nbytes):
                 chosen.append(victims)
