@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.boundaries import checked_breakpoints, planned
-from hybridkv.errors import RequestError
-from hybridkv.hashing import Image, image_extras, unit_digests
+from hybridkv.hashing import unit_digests
 from hybridkv.index import PrefixIndex, Rows
 from hybridkv.layout import Layout
 from hybridkv.ledger import Ledger
@@ -50,50 +47,6 @@ def find_hit(
     most = len(tokens) - 1 if most_hit is None else min(most_hit, len(tokens) - 1)
     hit = resumable_units(ledger.layout, index, rows, min(matched, most // unit))
     return Found(digests, matched, rows[:hit])
-
-
-def open_sequence(
-    ledger: Ledger,
-    seq: Sequence,
-    *,
-    algorithm: str,
-    images: tuple[Image, ...],
-    breakpoints: Iterable[int],
-    interval: int | None,
-    most_hit: int | None = None,
-) -> Sequence:
-    """Find the prefix hit of a new sequence, hold its pages, and plan where it makes resume points.
-
-    Args:
-        ledger: the books.
-        seq: with its prompt and nothing else. A private one hits nothing and will publish nothing.
-        algorithm: of the digests.
-        images: (token offset, content digest) of multimodal input.
-        breakpoints: prefix lengths in tokens worth a resume point.
-        interval: tokens between resume points inside a long prompt, or None.
-        most_hit: longest hit in tokens, None for no limit.
-
-    Raises:
-        RequestError: images or breakpoints outside the prompt.
-    """
-    unit = ledger.layout.unit_tokens
-    length = seq.known
-    extras = image_extras(images, unit)
-    if images and (last_image := max(image[0] for image in images)) >= length:
-        raise RequestError(f"an image starts at token {last_image}, past the prompt's {length} tokens")
-    wanted = {length - 1, *checked_breakpoints(breakpoints, length)}
-    if seq.private:
-        hold_prefix(ledger, seq, np.zeros(0, np.int64))
-        return seq
-    if interval:
-        wanted.update(range(interval, length - 1, interval))
-    found = find_hit(ledger, seq.seed, seq.token_ids(), extras, algorithm, most_hit)
-    seq.images, seq.extras, seq.digests = images, extras, found.digests
-    hold_prefix(ledger, seq, found.rows)
-    seq.hit_tokens = seq.length
-    # Where the known prefix ends, another request went its own way: a third one may come.
-    seq.plan = planned([*wanted, found.matched * unit], ledger.layout.boundary_tokens, seq.length)
-    return seq
 
 
 def resumable_units(layout: Layout, index: PrefixIndex, rows: Rows, most: int) -> int:

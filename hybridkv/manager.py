@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,24 +17,17 @@ from hybridkv import audit, boundaries, publication, reservation
 from hybridkv.commits import Commits
 from hybridkv.config import parse_bytes
 from hybridkv.entries import LayerGroup
-from hybridkv.errors import EmptyPrompt, UsageError
+from hybridkv.errors import UsageError
 from hybridkv.forecast import fits_grown
-from hybridkv.hashing import (
-    Adapter,
-    Image,
-    Salt,
-    chain_seed,
-    checked_tokens,
-    digest_size,
-    layout_identity,
-)
+from hybridkv.hashing import Adapter, Image, Salt, digest_size
 from hybridkv.holding import tokens_that_fit
 from hybridkv.layout import plan_layout
 from hybridkv.ledger import Ledger
-from hybridkv.lookup import find_hit, open_sequence, release_pages
+from hybridkv.lookup import release_pages
+from hybridkv.opening import Opening
 from hybridkv.pool import PageCopy
 from hybridkv.retention import policy_named
-from hybridkv.sequence import Sequence, StatePages, TokenPages, as_tokens
+from hybridkv.sequence import Sequence, StatePages, TokenPages
 
 
 class GroupManager:
@@ -82,11 +74,8 @@ class GroupManager:
             "decode_checkpoint_interval", decode_checkpoint_interval, step
         )
         self.hash = hash
-        identity = layout_identity(self.groups)
-        self._seed = partial(
-            chain_seed, algorithm=hash, model=model, dtype=dtype, groups=identity, unit_tokens=unit_tokens
-        )
         self._ledger = Ledger(self.layout, policy_named(policy))
+        self._opening = Opening(self._ledger, hash, self.checkpoint_interval, model=model, dtype=dtype)
         self._commits = Commits(self._ledger, hash, self.decode_checkpoint_interval)
         self._open: dict[int, Sequence] = {}
         self._next_id = 0
@@ -123,20 +112,16 @@ class GroupManager:
         Raises:
             EmptyPrompt, TokenOutOfRange, RequestError: the request can never be served as it is.
         """
-        ids = checked_tokens(token_ids)
-        if not len(ids):
-            raise EmptyPrompt("the prompt has no tokens; a request needs at least one")
-        seed = self._seed(adapter=adapter, salt=salt)
-        seq = open_sequence(
-            self._ledger,
-            Sequence(self._next_id, as_tokens(ids), seed, len(self.groups), private=not cache),
-            algorithm=self.hash,
-            images=tuple(images),
+        seq = self._opening.open(
+            self._next_id,
+            token_ids,
+            salt=salt,
+            adapter=adapter,
+            images=images,
             breakpoints=breakpoints,
-            interval=self.checkpoint_interval,
+            cache=cache,
             most_hit=most_hit,
         )
-        seq.adapter = adapter
         self._next_id += 1
         self._open[seq.id] = seq
         return seq
@@ -147,8 +132,7 @@ class GroupManager:
         Raises:
             TokenOutOfRange: an id outside [0, 2**32).
         """
-        seed = self._seed(adapter=adapter, salt=salt)
-        return len(find_hit(self._ledger, seed, checked_tokens(token_ids), {}, self.hash).rows) * self.unit_tokens
+        return self._opening.hit_tokens(token_ids, salt=salt, adapter=adapter)
 
     def fits_grown(self, wants: Seq[tuple[Sequence, int]]) -> bool:
         """Whether these open, distinct sequences could grow to these lengths together, beside all that is live.
@@ -176,12 +160,7 @@ class GroupManager:
         """`reserve` the next `n` tokens of each of these distinct sequences, or nothing for any of them."""
         for seq in seqs:
             self._require_open(seq)
-        if n < 1 or n != int(n):
-            raise UsageError(f"reserve a whole number of at least 1 token, got {n}")
         reservation.reserve(self._ledger, self._open, [(seq, n) for seq in seqs], keep)
-        for seq in seqs:
-            reservation.drop_spare(self._ledger, seq)
-            seq.reserved = n
 
     def reserve_decode(self, seqs: Seq[Sequence], *, keep: Collection[Sequence] = ()) -> None:
         """Take pages for one more token of each of these distinct sequences.
@@ -189,15 +168,9 @@ class GroupManager:
         Raises:
             OutOfPages: they do not all fit; nothing was changed for any of them.
         """
-        short = [seq for seq in seqs if seq.length >= seq.capacity]
-        if short:
-            for seq in short:
-                self._require_open(seq)
-            reservation.reserve(self._ledger, self._open, [(seq, 1) for seq in short], keep)
-        for seq in seqs:
-            if seq.firm:
-                reservation.drop_spare(self._ledger, seq)
-            seq.reserved = 1
+        if short := [seq for seq in seqs if seq.length >= seq.capacity]:
+            self.reserve_all(short, 1, keep=keep)
+        reservation.begin_decode(self._ledger, seqs)
 
     def reserve_drafts(self, seq: Sequence, firm: int, drafts: int) -> int:
         """Take pages for the next `firm` tokens, which are certain, and for guesses behind them.
@@ -211,8 +184,6 @@ class GroupManager:
             UsageError: a closed sequence, or a number below 1.
         """
         self._require_open(seq)
-        if firm < 1 or drafts < 1 or firm != int(firm) or drafts != int(drafts):
-            raise UsageError(f"reserve whole numbers of at least 1 token and 1 draft, got {firm} and {drafts}")
         return reservation.reserve_drafts(self._ledger, seq, firm, drafts, self.decode_checkpoint_interval)
 
     def commit(self, seq: Sequence, n: int, token_ids: ArrayLike | None = None) -> None:

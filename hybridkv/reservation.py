@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from hybridkv.errors import OutOfPages
+from hybridkv.errors import OutOfPages, UsageError
 from hybridkv.ledger import Ledger
 from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges
@@ -26,7 +26,11 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, keep:
 
     Raises:
         OutOfPages: that does not fit either. Nothing was changed.
+        UsageError: no whole number of tokens, or below 1.
     """
+    for _, n in wants:
+        if n < 1 or n != int(n):
+            raise UsageError(f"reserve a whole number of at least 1 token, got {n}")
     sweep(ledger, [seq for seq, _ in wants])
     pool = ledger.pool
     checkpoints = [_checkpoints(ledger, seq, n) for seq, n in wants]
@@ -40,6 +44,16 @@ def reserve(ledger: Ledger, running: Mapping[int, Sequence], wants: Wants, keep:
     ledger.fund(demand)
     for (seq, n), boundaries in zip(wants, checkpoints, strict=True):
         _take(ledger, seq, n, boundaries)
+        drop_spare(ledger, seq)
+        seq.reserved = n
+
+
+def begin_decode(ledger: Ledger, seqs: Seq[Sequence]) -> None:
+    """One more token of each of these sequences, which have the pages for it."""
+    for seq in seqs:
+        if seq.firm:
+            drop_spare(ledger, seq)
+        seq.reserved = 1
 
 
 def reserve_drafts(ledger: Ledger, seq: Sequence, firm: int, drafts: int, interval: int | None) -> int:
@@ -54,7 +68,12 @@ def reserve_drafts(ledger: Ledger, seq: Sequence, firm: int, drafts: int, interv
 
     Returns:
         The guesses there is room for. None are taken if that asks for more than free and cached pages.
+
+    Raises:
+        UsageError: a number below 1.
     """
+    if firm < 1 or drafts < 1 or firm != int(firm) or drafts != int(drafts):
+        raise UsageError(f"reserve whole numbers of at least 1 token and 1 draft, got {firm} and {drafts}")
     if ledger.states and interval:
         drafts = min(drafts, -(seq.length + firm) % interval)
     if not drafts:
