@@ -62,14 +62,17 @@ def test_prefix_hits_and_turns(model: Any, engine: Engine) -> None:
 
 
 def memory_for_two(model: Any, tokens: int) -> int:
-    """The smallest pool, within a few percent, in which two requests of this many tokens can run."""
+    """The smallest pool, within a few percent, in which two requests of this many tokens can run, in small chunks."""
     memory = 8192
     while True:
         memory += memory // 32
         try:
             manager = build_manager(model, memory)
             for start in (1, 2):
-                manager.reserve(manager.open([start] * tokens), tokens)
+                seq = manager.open([start] * tokens)
+                for _ in range(0, tokens, 16):
+                    manager.reserve(seq, 16)
+                    manager.commit(seq, 16)
         except (errors.PoolTooSmall, errors.OutOfPages):
             continue
         return memory
@@ -78,7 +81,7 @@ def memory_for_two(model: Any, tokens: int) -> int:
 def test_a_tiny_pool_preempts_and_evicts_without_changing_a_token(model: Any) -> None:
     prompts = [prompt_of(36 + 3 * i, i) for i in range(3)]
     expected = [stock(model, prompt, 50) for prompt in prompts]
-    memory = memory_for_two(model, 64)
+    memory = memory_for_two(model, 80)  # what they are expected to need, and less than they will
     with wrap(model, memory=memory, max_batch_tokens=32, poison=True, decode_checkpoint_interval=16) as engine:
         preemptions = 0
         for _ in range(2):

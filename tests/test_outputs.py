@@ -24,9 +24,9 @@ class SayingRunner(FakeRunner):
 
     vocab_size = 256
 
-    def _next(self, span: Span) -> int:
-        super()._next(span)
-        return SAID[(span.seq.length + len(span.token_ids) - len(PROMPT)) % len(SAID)]  # type: ignore[arg-type]
+    def _next(self, span: Span) -> list[int]:
+        stop = span.seq.length + len(span.token_ids) - len(PROMPT)
+        return [SAID[at % len(SAID)] for at in range(stop - len(super()._next(span)) + 1, stop + 1)]
 
 
 @pytest.fixture
