@@ -16,7 +16,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check format docs-models bench clean
+.PHONY: help demo test test-all check format docs-models bench bench-engine bench-ops clean
 
 help:
 	@echo "make demo      a hybrid model continues one long text eight times from one pool (MODEL=gemma-3-270m)"
@@ -24,6 +24,7 @@ help:
 	@echo "make check     ruff, mypy, import ranks;      make format: let ruff rewrite"
 	@echo "make docs-models  the table of docs/models.md, from the families"
 	@echo "make bench     what the manager costs per call"
+	@echo "make bench-engine   the engine against generate;  make bench-ops: single operations"
 	@echo "make clean     remove .venv and caches"
 
 demo: $(VENV)/installed $(if $(filter gemma-%,$(MODEL)),$(VENV)/installed-gguf)
@@ -50,6 +51,12 @@ docs-models: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_manager.py
+
+bench-engine: $(VENV)/installed
+	$(BIN)/python benchmarks/bench_engine.py
+
+bench-ops: $(VENV)/installed
+	$(BIN)/python benchmarks/bench_ops.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
