@@ -4,6 +4,7 @@
 #   PYTHON=python3.12       the interpreter .venv is made from
 #   MODEL=gemma-3-270m      what `make demo` runs (default: the tiny model in this repository)
 #   PYTEST_ARGS="-k pool"   replaces the default arguments of pytest
+#   ARGS="--gemma"          further arguments of `make bench-engine`
 #   TORCH_ARGS="..."        extra arguments of pip for torch alone, e.g. an index of CPU builds
 
 PYTHON      ?= python3
@@ -53,7 +54,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_manager.py
 
 bench-engine: $(VENV)/installed
-	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
 bench-ops: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_ops.py
