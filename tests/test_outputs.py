@@ -61,6 +61,18 @@ def test_what_looked_like_a_stop_string_comes_out_when_it_is_none(engine: Engine
     assert events[-1].output.text == "I say: "
 
 
+def test_a_stop_string_that_never_comes_holds_nothing_back_for_good(engine: Engine) -> None:
+    (plain,) = engine.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True))
+    # Its beginning is the end of the output, so the last characters wait for a decision that never falls.
+    stop = plain.text[-2:] + "\x00"
+    params = SamplingParams(max_tokens=16, ignore_eos=True, stop=stop)
+    events = list(engine.stream(PROMPT, params))
+    assert "".join(event.text for event in events) == plain.text
+    assert events[-1].finish_reason == "length"
+    assert events[-1].output is not None
+    assert events[-1].output.token_ids == plain.token_ids
+
+
 def test_the_end_of_sequence_ends_it_or_is_ignored(engine: Engine) -> None:
     (out,) = engine.generate(PROMPT, SamplingParams())
     assert (out.text, out.finish_reason, out.token_ids[-1]) == (TEXT[:-2], "stop", FULL_STOP)
