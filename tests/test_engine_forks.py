@@ -50,6 +50,20 @@ def test_greedy_outputs_are_equal_and_the_prompt_is_computed_once(groups: Any, l
     assert engine.usage().live_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("lengths", "outputs", "options"),
+    [((2,), (2,), {"prompt_logprobs": 0}), ((7,), (7,), {"prompt_logprobs": 0}), ((300, 20), (1, 2), {})],
+)
+def test_as_many_outputs_as_a_pass_has_rows_begin_with_the_row_of_their_prompt(
+    lengths: tuple[int, ...], outputs: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    engine, _ = make(max_batch_tokens=256)
+    prompts = [prompt_of(length, length) for length in lengths]
+    outs = run(engine, prompts, [SamplingParams(6, n=n, **options) for n in outputs])
+    for prompt, n, out in zip(prompts, outputs, outs, strict=True):
+        assert tokens_of(out) == [expected_tokens(engine.manager.groups, prompt, 6)] * n
+
+
 def test_one_output_is_as_before() -> None:
     engine, _ = make()
     (out,) = run(engine, [prompt_of(20)], SamplingParams(max_tokens=4))

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridkv.engine.params import SamplingParams
 from tests.engine_cases import check, make, prompt_of
-from tests.engine_fakes import expected_tokens, hybrid_groups
+from tests.engine_fakes import VOCAB, expected_tokens, hybrid_groups
 
 
 def test_an_abandoned_stream_gives_its_pages_back() -> None:
@@ -75,3 +75,11 @@ def test_stop_tokens_and_end_of_sequence() -> None:
     assert (out.token_ids, out.finish_reason) == (tokens, "length")
     out = engine.generate(prompt, SamplingParams(max_tokens=end))[0]
     assert out.finish_reason == "stop"
+
+
+def test_an_end_of_sequence_token_beyond_the_vocabulary_never_comes() -> None:
+    prompt = prompt_of(20)
+    tokens = expected_tokens(hybrid_groups(), prompt, 12)
+    engine, _ = make(eos_token_ids=frozenset([tokens[5], VOCAB, VOCAB + 7]))
+    (out,) = engine.generate(prompt, SamplingParams(max_tokens=12, min_tokens=4))
+    assert out.token_ids == tokens[: tokens.index(tokens[5]) + 1]

@@ -48,7 +48,8 @@ class Engine:
         runner: runs packed forward passes of the model over the manager's pool.
         manager: the same manager the runner has.
         tokenizer: needed for string prompts, stop strings and text.
-        eos_token_ids: tokens that end an output unless its params ignore them.
+        eos_token_ids: tokens that end an output unless its params ignore them; ids beyond the vocabulary, which a
+            config may name, never come.
         max_batch_tokens: most tokens in one forward pass.
         max_running: most requests that hold pages at once.
         logits_memory: bytes of float32 logits one pass may give for `prompt_logprobs`, an int or "64MiB". Such
@@ -79,7 +80,7 @@ class Engine:
         self.manager = manager
         self.tokenizer = tokenizer
         self._runner = runner
-        self._eos = eos_token_ids
+        self._eos = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         scored = max(parse_bytes(logits_memory) // (4 * runner.vocab_size), 1)
         self._core = EngineCore(runner, manager, Scheduler(manager, max_batch_tokens, max_running, scored))
         self._limits = Limits(

@@ -88,7 +88,8 @@ def choose(logits: Tensor, asked: Sequence[Asked]) -> list[int]:
     going = [i for i, one in enumerate(asked) if one.due]
     while going:
         rows = [asked[i].row + kept[i] for i in going]
-        wanted = logits if len(rows) == len(logits) else logits[rows]
+        # Several requests may ask for one row, so as many rows as there are need not be all of them.
+        wanted = logits if rows == list(range(len(logits))) else logits[rows]
         measured = Measured(wanted, [asked[i].request for i in going])
         tokens = sample(wanted, [asked[i].request.state for i in going])
         right: list[int] = []
