@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridkv import errors
+from hybridkv.hf.runner import build_manager
 from hybridkv_models import family
 
 VOCAB = 128
@@ -37,3 +39,20 @@ def stock(model: Any, prompt: list[int], count: int, **options: Any) -> list[int
     out = model.generate(ids, max_new_tokens=count, do_sample=False, **options)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def memory_for_two(model: Any, tokens: int) -> int:
+    """The smallest pool, within a few percent, in which two requests of this many tokens can run, in small chunks."""
+    memory = 8192
+    while True:
+        memory += memory // 32
+        try:
+            manager = build_manager(model, memory)
+            for start in (1, 2):
+                seq = manager.open([start] * tokens)
+                for _ in range(0, tokens, 16):
+                    manager.reserve(seq, 16)
+                    manager.commit(seq, 16)
+        except (errors.PoolTooSmall, errors.OutOfPages):
+            continue
+        return memory

@@ -17,8 +17,7 @@ from hybridkv.engine.request import Request
 from hybridkv.engine.wrap import wrap
 from hybridkv.errors import RequestError, UnknownAdapter, UsageError
 from tests.adapter_cases import ATTENTION, MAMBA, lora, own, peft_model
-from tests.model_cases import prompt_of, tiny_model
-from tests.test_engine_models import memory_for_two
+from tests.model_cases import memory_for_two, prompt_of, tiny_model
 
 EIGHT = SamplingParams(max_tokens=8)
 

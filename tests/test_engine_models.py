@@ -12,9 +12,8 @@ from hybridkv import errors
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.params import SamplingParams
 from hybridkv.engine.wrap import eos_token_ids, wrap
-from hybridkv.hf.runner import build_manager
 from tests.engine_fakes import byte_level_tokenizer
-from tests.model_cases import VOCAB, prompt_of, stock, tiny_model
+from tests.model_cases import VOCAB, memory_for_two, prompt_of, stock, tiny_model
 
 FAMILIES = ("jamba", "gemma3", "llama")
 
@@ -59,23 +58,6 @@ def test_prefix_hits_and_turns(model: Any, engine: Engine) -> None:
     again = engine.generate(turn, SamplingParams(max_tokens=6))[0]
     assert again.cached_tokens >= 96
     assert again.token_ids == stock(model, turn, 6)
-
-
-def memory_for_two(model: Any, tokens: int) -> int:
-    """The smallest pool, within a few percent, in which two requests of this many tokens can run, in small chunks."""
-    memory = 8192
-    while True:
-        memory += memory // 32
-        try:
-            manager = build_manager(model, memory)
-            for start in (1, 2):
-                seq = manager.open([start] * tokens)
-                for _ in range(0, tokens, 16):
-                    manager.reserve(seq, 16)
-                    manager.commit(seq, 16)
-        except (errors.PoolTooSmall, errors.OutOfPages):
-            continue
-        return memory
 
 
 def test_a_tiny_pool_preempts_and_evicts_without_changing_a_token(model: Any) -> None:

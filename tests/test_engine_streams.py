@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from hybridkv.engine.params import SamplingParams
@@ -19,6 +22,19 @@ def test_an_abandoned_stream_gives_its_pages_back() -> None:
     never_started = engine.stream(prompt_of(50))
     del never_started
     assert engine.usage().live_bytes == 0
+
+
+def test_a_stream_abandoned_at_the_end_of_the_program_says_nothing() -> None:
+    code = """
+from hybridkv.engine.params import SamplingParams
+from tests.engine_cases import make, prompt_of
+engine, _ = make()
+stream = engine.stream(prompt_of(50), SamplingParams(max_tokens=100))
+next(stream)
+"""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_stream_abandoned_in_the_middle_of_a_step_waits_for_its_end() -> None:

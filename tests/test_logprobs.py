@@ -132,17 +132,23 @@ def test_a_preempted_prompt_goes_on_where_its_log_probabilities_end(model: Any, 
         engine.manager.check()
 
 
-def test_a_scored_prompt_waits_for_no_prefix_it_could_not_hit(engine: Engine) -> None:
-    prompt = prompt_of(80, 5)
-    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, prompt_logprobs=0)]
-    requests = engine._requests([prompt, [*prompt[:20], 1]], params, None, None)
-    for request in requests:
-        engine._core.submit(request)
-    engine._core._scheduler._max_batch_tokens = 90
-    chunks = engine._core.step().chunks
-    assert {chunk.request for chunk in chunks} == set(requests), "neither waits for the other"
-    for request in requests:
-        engine._core.drop(request)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_scored_prompt_waits_for_no_prefix_it_could_not_hit(model: Any, ahead: int) -> None:
+    prompt = prompt_of(64, 5)
+    with wrap(model, memory="4MiB", max_batch_tokens=40) as engine:
+        plain, scored = engine._requests(
+            [prompt, [*prompt[:60], 1]],
+            [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, prompt_logprobs=0)],
+            None,
+            None,
+        )
+        engine._core.submit(plain)
+        for _ in range(ahead):
+            engine._core.step()
+        engine._core.submit(scored)
+        computed = plain.computed if ahead else 0
+        assert scored.shared_tokens(plain, 16) == 48 > computed
+        assert {chunk.request for chunk in engine._core.step().chunks} == {plain, scored}
 
 
 def test_the_definition() -> None:

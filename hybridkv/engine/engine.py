@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from types import TracebackType
@@ -257,7 +258,9 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _stream(self, request: Request, progress: bool) -> Iterator[StreamEvent]:
+    def _stream(
+        self, request: Request, progress: bool, exiting: Callable[[], bool] = sys.is_finalizing
+    ) -> Iterator[StreamEvent]:
         self._core.submit(request)
         try:
             with tqdm(
@@ -274,7 +277,9 @@ class Engine:
                     return
                 self.step()
         finally:
-            self._core.drop(request)
+            # An interpreter that exits takes the pool with it, and half of what giving pages back needs is gone.
+            if not exiting():
+                self._core.drop(request)
 
     def _require_open(self) -> None:
         if self._closed:
