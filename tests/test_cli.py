@@ -46,7 +46,9 @@ def expect_bad(result: Result, *words: str) -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("version").stdout == f"hybridkv {hybridkv.__version__}\n"
+    for argument in ("version", "--version"):
+        result = run(argument)
+        assert (result.exit_code, result.stdout) == (0, f"hybridkv {hybridkv.__version__}\n")
     for arguments in ((), ("--help",), ("-h",)):
         result = run(*arguments)
         assert result.exit_code == 0
@@ -120,6 +122,10 @@ def test_memory_of_a_folder_and_its_config(folder: Path) -> None:
         (["generate", "some/where", "hello", "--max-tokens", "99999999999"], ["max_tokens"]),
         (["generate", "some/where", "hello", "--top-p", "0"], ["top_p"]),
         (["generate", "some/where", "hello", "--stop", ""], ["stop"]),
+        (["generate", "some/where", "hello", "--n", "0"], ["n must", "0"]),
+        (["generate", "some/where", "hello", "--min-tokens", "200"], ["min_tokens", "200"]),
+        (["generate", "some/where", "hello", "--frequency-penalty", "3"], ["frequency_penalty", "3"]),
+        (["generate", "some/where", "hello", "--logprobs", "2"], ["--logprobs", "--json"]),
         (["generate", "some/where", "hello", "--memory", "much"], ["much"]),
     ],
 )
@@ -182,11 +188,41 @@ def test_sampling_options_reach_the_engine(folder: Path) -> None:
     assert text("--seed", "2", "--top-k", "1") == text("--seed", "1", "--top-k", "1")
 
 
+def test_several_outputs(folder: Path) -> None:
+    options = ("abc", "--max-tokens", "6", "--n", "3", "--temperature", "1.5", "--seed", "1", "--ignore-eos")
+    told = json.loads(run("generate", str(folder), *options, "--json", "--logprobs", "1").stdout)
+    texts = [told["text"], *(one["text"] for one in told["others"])]
+    assert len(set(texts)) == 3
+    shown = run("generate", str(folder), *options)
+    assert shown.stdout == "".join(text if text.endswith("\n") else f"{text}\n" for text in texts)
+    assert [line for line in shown.stderr.splitlines() if line.startswith("output ")] == [
+        f"output {i} of 3, finished by length:" for i in (1, 2, 3)
+    ]
+    assert "18 tokens" in shown.stderr
+    for one in (told, *told["others"]):
+        assert [logprob["token_id"] for logprob in one["logprobs"]] == one["token_ids"]
+        assert all(logprob["likeliest"][0]["logprob"] >= logprob["logprob"] for logprob in one["logprobs"])
+
+
+def test_guesses_change_nothing_and_are_counted(folder: Path) -> None:
+    options = ("ab" * 20, "--max-tokens", "24", "--repetition-penalty", "0.1")
+    plain, guessed = (
+        json.loads(run("generate", str(folder), *options, "--json", *more).stdout)
+        for more in ((), ("--speculate", "4"))
+    )
+    assert guessed["token_ids"] == plain["token_ids"]
+    assert plain["drafted"] == 0
+    assert guessed["drafted"] > 0
+    line = run("generate", str(folder), *options, "--speculate", "4").stderr
+    assert f"{guessed['accepted']} of {guessed['drafted']} guesses right" in line
+
+
 def test_requests_that_do_not_fit(folder: Path) -> None:
     expect_bad(run("generate", str(folder), "hello", "--memory", "4KiB"), "4,096")
     expect_bad(run("generate", str(folder), "a" * 3000, "--memory", "64KiB"), "3000 tokens", "holds at most")
     expect_bad(run("generate", str(folder), "hello", "--max-tokens", "100000"), "100000", "4096")
     expect_bad(run("generate", str(folder), "hello", "--max-batch-tokens", "0"), "max_batch_tokens")
+    expect_bad(run("generate", str(folder), "hello", "--speculate", "-1"), "speculate", "-1")
     expect_bad(run("generate", str(folder), "hello", "--device", "abacus"), "abacus")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from hybridkv import __version__
@@ -28,7 +30,18 @@ def version() -> None:
     typer.echo(f"hybridkv {__version__}")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def _help_without_command(context: typer.Context) -> None:
+def _help_without_command(
+    context: typer.Context,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
