@@ -9,18 +9,28 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridkv import errors
+from hybridkv.entries import CacheEntry
 from hybridkv.hf.runner import build_manager
 from hybridkv_models import family
 
 VOCAB = 128
 
 
+def entries_of(model_type: str, config: Any, **options: Any) -> tuple[CacheEntry, ...]:
+    known = family(model_type)
+    assert known is not None
+    return known.entries(config, **options)
+
+
+def tiny_config(model_type: str) -> Any:
+    known = family(model_type)
+    assert known is not None
+    return known.tiny_config()
+
+
 def tiny_model(name: str) -> Any:
     torch.manual_seed(7)
-    module = family(name)
-    assert module is not None
-    config = module.tiny_config()
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(name)).float().eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
