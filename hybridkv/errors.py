@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)         a setting, size or layout that cannot work
     │   ├── UnknownPreset                no preset, file or config of that name
     │   ├── MalformedConfig              a config.json that cannot be read
+    │   ├── MalformedTrace               a trace of requests that cannot be read
     │   ├── UnknownGroupKind             a layer kind nobody registered
     │   └── PoolTooSmall                 the pool cannot hold what was asked of it
     ├── UnsupportedModel (ValueError)    an architecture hybridkv cannot serve
@@ -38,6 +39,10 @@ class UnknownPreset(ConfigError):
 
 class MalformedConfig(ConfigError):
     """A config.json that cannot be read or lacks a field its model type needs."""
+
+
+class MalformedTrace(ConfigError):
+    """A trace of requests that cannot be read, with the number of the line."""
 
 
 class UnknownGroupKind(ConfigError):

@@ -10,6 +10,7 @@ from hybridkv import __version__
 from hybridkv.cli.console import OneLineErrors
 from hybridkv.cli.generate import generate
 from hybridkv.cli.memory import memory
+from hybridkv.cli.sim import sim
 
 app = typer.Typer(
     name="hybridkv",
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(memory)
+app.command()(sim)
 
 
 @app.command()
