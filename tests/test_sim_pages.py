@@ -69,6 +69,18 @@ def test_states_are_kept_at_the_interval_at_the_end_of_the_prompt_and_of_the_out
     assert [hit(cache, said[:n]) for n in (16, 17, 40, 41, 64, 65, 70)] == [0, 16, 32, 40, 40, 64, 64]
 
 
+def test_a_state_that_was_passed_by_a_hit_is_not_there() -> None:
+    cache = pages(interval=16)
+    serve(cache, TEXT)
+    passed = cache.open(TEXT)._digest(2, 3)
+    fresh = pages(interval=16)
+    serve(fresh, TEXT)
+    del fresh.idle[2, passed]
+    assert serve(fresh, np.append(TEXT, np.uint32(9))) == 40
+    assert hit(fresh, TEXT[:17]) == 0
+    assert hit(fresh, TEXT[:33]) == 32
+
+
 def test_what_is_shared_counts_once_and_nothing_is_live_when_all_are_closed() -> None:
     cache = pages()
     one, two = cache.open(TEXT), cache.open(TEXT)

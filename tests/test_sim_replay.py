@@ -144,6 +144,16 @@ def test_overlapping_requests_make_room_for_each_other_and_all_end(policy: str) 
     assert counts.computed_tokens + counts.hit_tokens >= fed
 
 
+def test_a_preempted_request_goes_on_from_what_is_left_of_its_prompt_and_output() -> None:
+    service = Service(prefill_rate=1000.0, decode_rate=100.0, max_running=2, chunk_tokens=20, timed=True)
+    pair = [request(list(range(i, i + 20)), output) for i, output in ((100, 110), (200, 150))]
+    counts = replay(ManagerCache(tokens_only(39)), pair, service)
+    assert (counts.requests, counts.preemptions) == (2, 1)
+    fed = sum(len(one.tokens) + len(one.output) - 1 for one in pair)
+    assert counts.computed_tokens == fed + counts.recomputed_tokens
+    assert 0 < counts.recomputed_tokens < 40, "it had decoded more than that"
+
+
 def test_a_request_that_does_not_fit_alone_is_refused_and_counts_nowhere_else() -> None:
     manager = tokens_only(8)
     most = manager.tokens_that_fit()
