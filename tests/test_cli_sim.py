@@ -69,6 +69,7 @@ def test_a_file_is_replayed_with_its_own_tokenizer(tmp_path: Path) -> None:
         ((CHAT, "--pool", "0%"), ["0%", "0 bytes"]),
         ((CHAT, "--pool", "a lot"), ["'a lot' is no size in bytes"]),
         ((CHAT, "--pool", "1GiB", "--plot", "x.svg"), ["at least two pool sizes"]),
+        ((CHAT, "--pool", "1GiB,1024MiB", "--plot", "x.svg"), ["at least two pool sizes"]),
         ((CHAT, "--whole-blocks"), ["--whole-blocks", "no file"]),
         ((CHAT, "--chunk", "0"), ["must be above 0"]),
         ((CHAT, "--checkpoint-interval", "-3"), ["checkpoint_interval"]),

@@ -64,14 +64,14 @@ def sim(
         raise ConfigError(f"take at least 1 request, not {requests}")
     pools = [text.strip() for text in pool.split(",")]
     policies = POLICIES if compare else (policy,)
-    if plot is not None and len(pools) < 2:
-        raise ConfigError(f"a plot needs at least two pool sizes, for example --pool 5%,15%,40%; got {pool!r}")
     service = Service(prefill_rate, decode_rate, max_running, chunk, timed=arrival == "trace")
     options = Options(checkpoint_interval or None, service=service)
     groups = layer_groups(config_source(preset), page_tokens)
     source = _trace(trace, requests, whole_blocks, tokenizer, time_unit)
     summary = summarize(source)
     sizes = {text: pool_size(text, groups, summary) for text in pools}
+    if plot is not None and len(set(sizes.values())) < 2:
+        raise ConfigError(f"a plot needs at least two pool sizes, for example --pool 5%,15%,40%; got {pool!r}")
     references: dict[bool, Replay] = {}
     runs = []
     with tqdm(total=None, unit=" requests", disable=None, leave=False) as bar:

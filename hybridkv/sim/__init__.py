@@ -5,7 +5,7 @@ from hybridkv.sim.pages import PagesCache
 from hybridkv.sim.replay import Service, replay
 from hybridkv.sim.requests import Request, Summary, Trace, summarize
 from hybridkv.sim.results import Replay
-from hybridkv.sim.runs import POLICIES, Options, pool_size, simulate
+from hybridkv.sim.runs import POLICIES, Options, pool_size, simulate, simulate_unbounded
 from hybridkv.sim.traces import read_mooncake, read_sessions, read_trace
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "read_trace",
     "replay",
     "simulate",
+    "simulate_unbounded",
     "summarize",
 ]
