@@ -101,6 +101,18 @@ def greedy(model: PreTrainedModel, prompt: Any, count: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize(("page_tokens", "unit_tokens"), [(8, 8), (24, 12), (64, 64)])
+@pytest.mark.usefixtures("no_families")
+def test_the_trial_takes_pages_and_units_of_other_sizes(page_tokens: int, unit_tokens: int) -> None:
+    model = undescribed("granite_swa")
+    prompt = np.random.default_rng(0).integers(1, 128, 150)
+    expected = greedy(model, prompt, 4)
+    with hybridkv.wrap(model, memory="4MiB", page_tokens=page_tokens, unit_tokens=unit_tokens, poison=True) as engine:
+        outs = [engine.generate(prompt, SamplingParams(max_tokens=4))[0] for _ in range(2)]
+    assert [out.token_ids for out in outs] == [expected] * 2
+    assert outs[1].cached_tokens >= 128
+
+
 @pytest.mark.usefixtures("no_families")
 def test_a_layer_of_an_unknown_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = undescribed("gpt_neox")

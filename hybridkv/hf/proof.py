@@ -31,7 +31,13 @@ class Pass(Protocol):
         ...
 
 
-def prove(model: nn.Module, groups: Sequence[LayerGroup], make: Callable[[LayerMap], Pass], vocab_size: int) -> None:
+def prove(
+    model: nn.Module,
+    groups: Sequence[LayerGroup],
+    make: Callable[[LayerMap], Pass],
+    vocab_size: int,
+    unit_tokens: int,
+) -> None:
     """Compute a few dozen tokens over the pages of a small pool, in chunks, and at once by the model alone.
 
     Args:
@@ -39,6 +45,7 @@ def prove(model: nn.Module, groups: Sequence[LayerGroup], make: Callable[[LayerM
         groups: its layer groups.
         make: how the model is run over pages, given where its layers keep things.
         vocab_size: token ids of the trial lie below it.
+        unit_tokens: hash granularity that fits the groups' pages.
 
     Raises:
         UnsupportedModel: the logits differ by more than rounding explains.
@@ -47,7 +54,7 @@ def prove(model: nn.Module, groups: Sequence[LayerGroup], make: Callable[[LayerM
     device = next(model.parameters()).device
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
-        found = _paged_logits(groups, make, ids, device)
+        found = _paged_logits(_small_manager(groups, unit_tokens, len(ids)), make, ids, device)
     error = float((found - expected).float().abs().mean() / expected.float().std().clamp_min(1e-12))
     # Not "error > limit": a NaN must fail too.
     if not error <= _TOLERANCES.get(expected.dtype, _COARSE):
@@ -61,9 +68,8 @@ def prove(model: nn.Module, groups: Sequence[LayerGroup], make: Callable[[LayerM
 
 
 def _paged_logits(
-    groups: Sequence[LayerGroup], make: Callable[[LayerMap], Pass], ids: NDArray[np.int64], device: torch.device
+    manager: GroupManager, make: Callable[[LayerMap], Pass], ids: NDArray[np.int64], device: torch.device
 ) -> Tensor:
-    manager = _small_manager(groups, len(ids))
     storage = PoolStorage(manager.layout, device)
     run = make(LayerMap(manager.groups))
     seq = manager.open(ids)
@@ -76,11 +82,11 @@ def _paged_logits(
     return torch.cat(rows)
 
 
-def _small_manager(groups: Sequence[LayerGroup], tokens: int) -> GroupManager:
+def _small_manager(groups: Sequence[LayerGroup], unit_tokens: int, tokens: int) -> GroupManager:
     size = 1 << 20
     while True:
         try:
-            manager = GroupManager(groups, size)
+            manager = GroupManager(groups, size, unit_tokens=unit_tokens)
         except PoolTooSmall:
             size *= 2
             continue

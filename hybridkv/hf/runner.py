@@ -169,7 +169,7 @@ class ModelRunner:
 
     def _prove(self) -> None:
         try:
-            prove(self.model, self.manager.groups, self._make_pass, self.vocab_size)
+            prove(self.model, self.manager.groups, self._make_pass, self.vocab_size, self.manager.unit_tokens)
         except BaseException:
             self.close()
             raise
