@@ -26,14 +26,17 @@ _HEADER = (
 
 
 def table() -> str:
-    """The families by model type, one row each, and their notes."""
+    """The families by model type, one row each, and their notes, each once."""
     served: dict[Family, list[str]] = {}
     for model_type in model_types():
         known = family(model_type)
         if known is not None:
             served.setdefault(known, []).append(model_type)
     rows = [_row(known, names) for known, names in served.items()]
-    notes = [f"- {_quoted(names)}: {note(names[0])}" for names in served.values() if note(names[0])]
+    noted: dict[str, list[str]] = {}
+    for names in served.values():
+        noted.setdefault(note(names[0]), []).extend(names)
+    notes = [f"- {_quoted(names)}: {text}" for text, names in noted.items() if text]
     return "\n".join([*_HEADER, *rows, *([""] if notes else []), *notes])
 
 

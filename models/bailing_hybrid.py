@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 NOTE = (
-    "Full attention stores latents, not keys and values. The model expands those of the whole past in each step, so "
-    "decoding costs more the longer the context is; that is the price of leaving the model as it is. Layers for "
-    "multi-token prediction are not run."
+    "Full attention stores latents, not keys and values: see what a page holds, below. Layers for multi-token "
+    "prediction are not run."
 )
 
 

@@ -12,10 +12,7 @@ from hybridkv_models._stores import cache_entries, kimi_delta, latent
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NOTE = (
-    "Full attention stores latents, not keys and values. The model expands those of the whole past in each step, so "
-    "decoding costs more the longer the context is; that is the price of leaving the model as it is."
-)
+NOTE = "Full attention stores latents, not keys and values: see what a page holds, below."
 
 
 def entries(config: Config, dtype: str | None = None, state_dtype: str = "float32") -> tuple[CacheEntry, ...]:

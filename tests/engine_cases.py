@@ -26,7 +26,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def submit(engine: Engine, prompt: list[int], max_tokens: int, *, priority: int = 0, **params: Any) -> Request:
     """A request in the queue of an engine whose steps the test runs."""
-    (request,) = engine._requests(prompt, SamplingParams(max_tokens, **params), None, None, True, priority)
+    (request,) = engine._intake.requests(prompt, SamplingParams(max_tokens, **params), None, None, True, priority)
     engine._core.submit(request)
     return request
 

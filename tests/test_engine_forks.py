@@ -220,7 +220,7 @@ def test_not_a_number_ends_every_output_of_the_prompt_and_nobody_elses(after: in
 
 def test_a_pass_that_fails_for_others_ends_a_prompt_whose_copies_have_not_begun() -> None:
     engine, runner = make(max_batch_tokens=16)
-    (request,) = engine._requests(prompt_of(40), SamplingParams(n=3), None, None)
+    (request,) = engine._intake.requests(prompt_of(40), SamplingParams(n=3), None, None)
     engine._core.submit(request)
     engine._core.step()
     runner.fail_at = 1

@@ -64,7 +64,7 @@ def finished_in_order(priorities: list[int], **options: Any) -> list[int]:
     """Which of equal requests ends first, second and so on."""
     engine, _ = make(**options)
     prompts = [prompt_of(20, i) for i in range(len(priorities))]
-    requests = engine._requests(prompts, SamplingParams(max_tokens=3), None, None, True, priorities)
+    requests = engine._intake.requests(prompts, SamplingParams(max_tokens=3), None, None, True, priorities)
     for request in requests:
         engine._core.submit(request)
     ended: list[int] = []
@@ -84,10 +84,10 @@ def test_the_lowest_priority_number_is_served_first_and_ties_by_arrival() -> Non
 
 def test_an_urgent_prompt_is_computed_before_one_under_way() -> None:
     engine, runner = make(max_batch_tokens=32)
-    slow = engine._requests(prompt_of(320, 1), SamplingParams(max_tokens=2), None, None)[0]
+    slow = engine._intake.requests(prompt_of(320, 1), SamplingParams(max_tokens=2), None, None)[0]
     engine._core.submit(slow)
     engine._core.step()
-    urgent = engine._requests(prompt_of(64, 2), SamplingParams(max_tokens=2), None, None, True, -1)[0]
+    urgent = engine._intake.requests(prompt_of(64, 2), SamplingParams(max_tokens=2), None, None, True, -1)[0]
     engine._core.submit(urgent)
     start = len(runner.passes)
     while not urgent.events:

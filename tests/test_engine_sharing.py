@@ -67,11 +67,11 @@ def test_a_request_that_comes_later_waits_for_a_prefix_and_hits_it() -> None:
     engine, _ = make(pool_bytes=4 << 20, max_batch_tokens=32)
     first = prompt_of(600, 1)
     later = [*first[:400], *prompt_of(40, 2)]
-    early = engine._requests(first, SamplingParams(max_tokens=4), None, None)[0]
+    early = engine._intake.requests(first, SamplingParams(max_tokens=4), None, None)[0]
     engine._core.submit(early)
     for _ in range(5):
         engine._core.step()
-    late = engine._requests(later, SamplingParams(max_tokens=4), None, None)[0]
+    late = engine._intake.requests(later, SamplingParams(max_tokens=4), None, None)[0]
     engine._core.submit(late)
     while not late.done:
         engine._core.step()

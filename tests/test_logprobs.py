@@ -113,7 +113,7 @@ def test_a_cached_prompt_is_computed_again_for_them_and_serves_others_as_a_prefi
 def test_a_preempted_prompt_goes_on_where_its_log_probabilities_end(model: Any, evicted: bool) -> None:
     long = prompt_of(90, 6)
     with wrap(model, memory="4MiB", max_batch_tokens=16, checkpoint_interval=16, poison=True) as engine:
-        (request,) = engine._requests(long, SamplingParams(max_tokens=2, prompt_logprobs=1), None, None)
+        (request,) = engine._intake.requests(long, SamplingParams(max_tokens=2, prompt_logprobs=1), None, None)
         engine._core.submit(request)
         for _ in range(3):
             engine._core.step()
@@ -136,7 +136,7 @@ def test_a_preempted_prompt_goes_on_where_its_log_probabilities_end(model: Any, 
 def test_a_scored_prompt_waits_for_no_prefix_it_could_not_hit(model: Any, ahead: int) -> None:
     prompt = prompt_of(64, 5)
     with wrap(model, memory="4MiB", max_batch_tokens=40) as engine:
-        plain, scored = engine._requests(
+        plain, scored = engine._intake.requests(
             [prompt, [*prompt[:60], 1]],
             [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, prompt_logprobs=0)],
             None,

@@ -43,13 +43,19 @@ def test_a_family_may_name_its_mode_and_leave_a_note(monkeypatch: pytest.MonkeyP
     assert "- `llama`: Mind the gap." in rows
 
 
+def test_what_holds_for_several_families_is_noted_once() -> None:
+    notes = [line.partition(": ")[2] for line in table().splitlines() if line.startswith("- ")]
+    assert notes
+    assert len(notes) == len(set(notes))
+
+
 def test_writing_touches_nothing_but_what_lies_between_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    page.write_text(f"before\n{BEGIN}\noutdated\n{END}\nafter\n", encoding="utf-8")
     write(page)
     before, new = page.read_text(encoding="utf-8").split(BEGIN)
     assert (before, new.split(END)[1]) == ("before\n", "\nafter\n")
-    assert "old" not in new
+    assert "outdated" not in new
 
 
 @pytest.mark.parametrize("text", ["nothing", f"only {BEGIN}", f"{END} the wrong way round {BEGIN}"])

@@ -57,7 +57,7 @@ def test_the_output_is_that_of_plain_decoding_and_wrong_guesses_are_never_publis
     texts = texts_of(prompts, 40, groups)
     engine, runner = make(texts, wrong, groups, max_batch_tokens=64)
     allowed = allowed_digests(engine, texts)
-    requests = engine._requests(prompts, SamplingParams(max_tokens=40), None, None, True, 0)
+    requests = engine._intake.requests(prompts, SamplingParams(max_tokens=40), None, None, True, 0)
     for request in requests:
         engine._core.submit(request)
     while not all(request.done for request in requests):

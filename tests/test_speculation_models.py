@@ -39,7 +39,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def speculating(model: Any, texts: list[list[int]], wrong: float, **options: Any) -> Engine:
     options = {"memory": "4MiB", "max_batch_tokens": 48, "poison": True, "decode_checkpoint_interval": 16, **options}
     engine = wrap(model, speculate=6, **options)
-    engine._drafter = lambda: Oracle(texts, wrong, 3, 128)
+    engine._intake._drafter = lambda: Oracle(texts, wrong, 3, 128)
     return engine
 
 

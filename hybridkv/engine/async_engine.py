@@ -245,7 +245,9 @@ class AsyncEngine:
 def _dropped(failure: Exception | None) -> HybridKVError:
     """An error of its own for every reader: each adds its traceback."""
     if failure is None:
-        return HybridKVError("the request was dropped: the pool lost what it had computed")
-    error = HybridKVError(f"the forward pass failed, and with it every request of that moment: {failure}")
+        return HybridKVError("the request was dropped, because the pool lost what it had computed; submit it again")
+    error = HybridKVError(
+        f"the forward pass failed, and with it every request of that moment; submit this one again: {failure}"
+    )
     error.__cause__ = failure
     return error

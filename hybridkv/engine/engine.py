@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -14,24 +13,14 @@ from hybridkv.audit import Usage
 from hybridkv.config import parse_bytes
 from hybridkv.engine.core import EngineCore
 from hybridkv.engine.detokenize import Tokenizer
-from hybridkv.engine.drafts import Drafter, PromptLookup, Speculation
-from hybridkv.engine.forks import add_copies
+from hybridkv.engine.drafts import Drafter, PromptLookup
+from hybridkv.engine.intake import Intake
 from hybridkv.engine.outputs import RequestOutput, StreamEvent
 from hybridkv.engine.params import SamplingParams
-from hybridkv.engine.prompts import (
-    Limits,
-    Prompt,
-    Prompts,
-    adapters_for,
-    breakpoints_for,
-    caching_for,
-    params_for,
-    priorities_for,
-    token_lists,
-)
+from hybridkv.engine.prompts import Limits, Prompt, Prompts
 from hybridkv.engine.request import Request
 from hybridkv.engine.scheduler import Plan, Scheduler
-from hybridkv.errors import ConfigError, EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError
+from hybridkv.errors import EngineClosed, HybridKVError, InvalidSampling, PoolTooSmall, RequestError
 from hybridkv.hashing import Salt
 from hybridkv.hf.paged_cache import PagedCache, paged_cache
 from hybridkv.hf.runner import ModelRunner
@@ -76,25 +65,18 @@ class Engine:
         speculate: int = 0,
         drafter: Callable[[], Drafter] = PromptLookup,
     ) -> None:
-        if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
-            raise ConfigError(f"speculate must be an integer of at least 0, got {speculate!r}")
         self.manager = manager
         self.tokenizer = tokenizer
         self._runner = runner
-        self._eos = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         scored = max(parse_bytes(logits_memory) // (4 * runner.vocab_size), 1)
         self._core = EngineCore(runner, manager, Scheduler(manager, max_batch_tokens, max_running, scored))
-        self._limits = Limits(
-            runner.vocab_size, runner.max_positions, manager.tokens_that_fit(), manager.layout.pool_bytes
-        )
-        if self._limits.pool_tokens < 2:
+        limits = Limits(runner.vocab_size, runner.max_positions, manager.tokens_that_fit(), manager.layout.pool_bytes)
+        if limits.pool_tokens < 2:
             raise PoolTooSmall(
-                f"a pool of {self._limits.pool_bytes} bytes holds {self._limits.pool_tokens} tokens of this model; "
+                f"a pool of {limits.pool_bytes} bytes holds {limits.pool_tokens} tokens of this model; "
                 "give it more memory"
             )
-        self._arrivals = count(1)
-        self._speculate = speculate
-        self._drafter = drafter
+        self._intake = Intake(limits, runner.adapters, tokenizer, eos_token_ids, speculate=speculate, drafter=drafter)
         self._closed = False
 
     def generate(
@@ -129,7 +111,8 @@ class Engine:
             UnknownAdapter: an adapter is not loaded, or was deleted meanwhile.
             HybridKVError: the logits of one prompt are not a number; the others of this call end with it.
         """
-        requests = self._requests(prompts, params, breakpoints, salt, cache, priority, adapter)
+        self._require_open()
+        requests = self._intake.requests(prompts, params, breakpoints, salt, cache, priority, adapter)
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not progress) as bar:
             tokens = 0
             for request in requests:
@@ -200,7 +183,8 @@ class Engine:
             RequestError: the prompt or params can never be served.
             EngineClosed: after `close()`.
         """
-        requests = self._requests(prompt, params, breakpoints, salt, cache, priority, adapter)
+        self._require_open()
+        requests = self._intake.requests(prompt, params, breakpoints, salt, cache, priority, adapter)
         if len(requests) != 1:
             raise RequestError(f"a stream serves one prompt, got {len(requests)}; use generate() for several")
         if (one := requests[0].params).sampled > one.n:
@@ -285,66 +269,13 @@ class Engine:
         if self._closed:
             raise EngineClosed("the engine is closed; wrap the model again")
 
-    def _requests(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        breakpoints: Sequence[int] | Sequence[Sequence[int]] | None,
-        salt: Salt | None,
-        cache: bool | Sequence[bool] = True,
-        priority: int | Sequence[int] = 0,
-        adapter: str | Sequence[str | None] | None = None,
-    ) -> list[Request]:
-        """Checked requests, none of them scheduled."""
-        self._require_open()
-        if salt is not None and not isinstance(salt, str | bytes):
-            raise RequestError(f"a salt is a string or bytes, got {type(salt).__name__}")
-        lists = token_lists(prompts, self.tokenizer)
-        each = params_for(params, len(lists))
-        points = breakpoints_for(breakpoints, [len(tokens) for tokens in lists])
-        caching, priorities = caching_for(cache, len(lists)), priorities_for(priority, len(lists))
-        names = adapters_for(adapter, len(lists))
-        for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
-            try:
-                self._limits.check(tokens, one)
-                self._check_ids(one)
-            except RequestError as error:
-                if len(lists) == 1:
-                    raise
-                raise type(error)(f"prompt {i}: {error}") from None
-        keys = {name: self._runner.adapters.key(name) for name in set(names)}
-        requests = []
-        for i, (tokens, one) in enumerate(zip(lists, each, strict=True)):
-            stop_ids = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._eos)
-            requests.append(
-                Request(
-                    next(self._arrivals),
-                    tokens,
-                    one,
-                    stop_ids,
-                    salt,
-                    points[i],
-                    caching[i],
-                    priorities[i],
-                    keys[names[i]],
-                    tokenizer=self.tokenizer,
-                    speculation=Speculation(self._drafter, self._speculate) if self._speculate else None,
-                )
-            )
-            add_copies(requests[-1], self._arrivals)
-        return requests
-
-    def _check_ids(self, params: SamplingParams) -> None:
-        if params.stop and self.tokenizer is None:
-            raise InvalidSampling("stop strings need a tokenizer; pass one to wrap(), or use stop_token_ids")
-        self._limits.check_params(params)
-
 
 def _output(request: Request) -> RequestOutput:
     if request.error is not None:
         raise request.error
     if request.output is None:
         raise HybridKVError(
-            "the request was dropped: another call on this engine failed in the same forward pass, or it was closed"
+            "the request was dropped: another call on this engine failed in the same forward pass, or it was closed; "
+            "submit it again"
         )
     return request.output

@@ -102,7 +102,9 @@ class Adapters:
             if isinstance(adapter, tuple):
                 key = (name, known.revision) if known and known.config is config else self.key(name)
                 if key != adapter:
-                    raise UnknownAdapter(f"adapter {name!r} has other weights now than when the request was submitted")
+                    raise UnknownAdapter(
+                        f"adapter {name!r} has other weights now than when the request was submitted; submit it again"
+                    )
         except HybridKVError as error:
             return error
         return None
