@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridkv.errors import IntegrityError
+from hybridkv.errors import IntegrityError, UsageError
 from hybridkv.ledger import Ledger
 from hybridkv.sequence import Sequence
 
@@ -67,7 +67,17 @@ def counters(ledger: Ledger) -> Counters:
 
 
 def missing_groups(ledger: Ledger, digests: Seq[bytes], tokens: int) -> tuple[int, ...]:
-    """Numbers of the groups that cannot resume after the first `tokens` tokens of a prompt with these digests."""
+    """Numbers of the groups that cannot resume after the first `tokens` tokens of a prompt with these digests.
+
+    Raises:
+        UsageError: no multiple of `layout.boundary_tokens` within the units that have digests.
+    """
+    step, known = ledger.layout.boundary_tokens, len(digests) * ledger.layout.unit_tokens
+    if tokens < 0 or tokens % step or tokens > known:
+        raise UsageError(
+            f"no resume point can be at {tokens} tokens: it takes a multiple of {step} within the {known} tokens that "
+            "have digests"
+        )
     matched = ledger.index.match(digests[: tokens // ledger.layout.unit_tokens])
     row = ledger.index.row(digests[matched - 1]) if matched else -1
     needed = ledger.retention.needed_pages(row, tokens)

@@ -61,6 +61,18 @@ class Ledger:
             freed += len(pages) * self.layout.plans[group].stride
         return freed
 
+    def evict(self, nbytes: int) -> int:
+        """Drop about this many bytes of cached pages, least valuable first; returns the bytes dropped."""
+        freed = 0
+        while freed < nbytes and (victims := self.retention.next_victims(nbytes - freed)):
+            freed += self.lose(victims)
+        return freed
+
+    def take_copies(self) -> list[PageCopy]:
+        """The copies to run, handed over once."""
+        copies, self.copies = self.copies, []
+        return copies
+
     def take(self, group: int, count: int) -> Pages:
         return self.pool.groups[group].take(count)
 

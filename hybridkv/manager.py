@@ -288,9 +288,7 @@ class GroupManager:
 
     def token_pages(self, seq: Sequence, group: int) -> TokenPages:
         """Pages and slots of a token group; read it after every reservation of the step was made."""
-        table = seq.table(group)
-        pages = table.held()
-        return TokenPages(pages, self._ledger.pool.groups[group].slot[table.pages[pages]])
+        return reservation.token_pages(self._ledger, seq, group)
 
     def state_pages(self, seq: Sequence, group: int) -> StatePages:
         """Working slot and checkpoint slots of a state group, for the reserved tokens.
@@ -298,15 +296,11 @@ class GroupManager:
         Raises:
             UsageError: nothing was reserved yet, so there is no working state.
         """
-        if seq.working[group] < 0:
-            raise UsageError(f"{seq!r} has no working state before its first reservation")
         return reservation.state_pages(self._ledger, seq, group)
 
     def take_copies(self) -> list[PageCopy]:
         """Page copies to run, in order, before the next forward pass; the list is handed over once."""
-        copies = self._ledger.copies
-        self._ledger.copies = []
-        return copies
+        return self._ledger.take_copies()
 
     def free_slots(self, group: int) -> NDArray[np.int64]:
         """Slots nobody owns, once the copies have run (poison mode fills them with NaN)."""
@@ -318,10 +312,7 @@ class GroupManager:
 
     def evict(self, nbytes: int) -> int:
         """Drop about `nbytes` of cached pages, least valuable first; returns the bytes dropped."""
-        freed = 0
-        while freed < nbytes and (victims := self._ledger.retention.next_victims(nbytes - freed)):
-            freed += self._ledger.lose(victims)
-        return freed
+        return self._ledger.evict(nbytes)
 
     def resume_points(self) -> tuple[int, ...]:
         """Prefix lengths, in tokens, of the resume points kept now, ascending."""
@@ -341,12 +332,6 @@ class GroupManager:
         Raises:
             UsageError: no multiple of `layout.boundary_tokens` within the whole units known of `seq`.
         """
-        unit = self.unit_tokens
-        if tokens < 0 or tokens % self.layout.boundary_tokens or tokens > len(seq.digests) * unit:
-            raise UsageError(
-                f"no resume point can be at {tokens} tokens: it takes a multiple of {self.layout.boundary_tokens} "
-                f"within the {len(seq.digests) * unit} tokens that have digests"
-            )
         return audit.missing_groups(self._ledger, seq.digests, tokens)
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from hybridkv.errors import OutOfPages, UsageError
 from hybridkv.ledger import Ledger
 from hybridkv.pages import Pages
 from hybridkv.rules import page_ranges
-from hybridkv.sequence import NO_PAGE, Sequence, Snapshot, StatePages
+from hybridkv.sequence import NO_PAGE, Sequence, Snapshot, StatePages, TokenPages
 
 Wants = Seq[tuple[Sequence, int]]
 
@@ -96,8 +96,21 @@ def reserve_drafts(ledger: Ledger, seq: Sequence, firm: int, drafts: int, interv
     return drafts
 
 
+def token_pages(ledger: Ledger, seq: Sequence, group: int) -> TokenPages:
+    """Where the tokens of a token group of a sequence lie."""
+    table = seq.table(group)
+    pages = table.held()
+    return TokenPages(pages, ledger.pool.groups[group].slot[table.pages[pages]])
+
+
 def state_pages(ledger: Ledger, seq: Sequence, group: int) -> StatePages:
-    """Where a state group of a sequence is read and written in the step under way."""
+    """Where a state group of a sequence is read and written in the step under way.
+
+    Raises:
+        UsageError: nothing was reserved yet, so there is no working state.
+    """
+    if seq.working[group] < 0:
+        raise UsageError(f"{seq!r} has no working state before its first reservation")
     slot = ledger.pool.groups[group].slot
     stop = seq.length + seq.reserved
     saves = [(at, pages[group]) for at, pages in sorted(seq.pending.items()) if at <= stop]
