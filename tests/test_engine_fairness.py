@@ -127,3 +127,10 @@ def test_a_prompt_that_somebody_waits_for_is_as_urgent_as_they_are() -> None:
     question = submit(engine, [*shared, 5, 6, 7], 1)
     assert steps_until_first_token(engine, question) <= (320 - BUDGET) // (BUDGET - owed(BUDGET)) + 2
     assert question.cached_tokens == 320
+
+
+def test_an_urgent_prompt_has_every_step_to_itself_however_short_another_is() -> None:
+    engine = engine_with_room()
+    urgent = submit(engine, prompt_of(LONG, 1), 1, priority=-1)
+    submit(engine, prompt_of(BUDGET, 2), 1)
+    assert steps_until_first_token(engine, urgent) == -(-LONG // BUDGET)

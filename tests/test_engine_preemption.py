@@ -145,3 +145,30 @@ def test_a_request_that_finds_no_room_is_passed_by_some_and_then_waited_for() ->
     assert large.done
     assert 0 < passed <= 34
     assert large.passed <= 32
+
+
+def test_after_pages_ran_out_nobody_is_admitted_before_a_running_request_has_ended() -> None:
+    """Not even one that would fit: what was freed is for those who run."""
+    engine = engine_of_slabs(attention_groups(), 60)
+    fit = engine.manager.tokens_that_fit()
+    first, second = (submit(engine, prompt_of(fit // 8, i), fit // 2) for i in (1, 2))
+    for _ in range(fit):
+        if second.preemptions:
+            break
+        engine._core.step()
+    assert second.preemptions == 1
+    tiny = submit(engine, prompt_of(4, 3), 1)
+    steps = 0
+    while not first.done and steps < fit:
+        engine._core.step()
+        steps += 1
+        assert second.seq is None
+        assert tiny.seq is None
+        assert not tiny.generated
+    assert first.done
+    assert steps > 5
+    for _ in range(fit):
+        engine._core.step()
+        if tiny.done:
+            break
+    assert tiny.done
