@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -92,6 +93,25 @@ def test_a_public_name_exists_and_is_documented(name: str) -> None:
 def test_public_names_are_sorted_once_and_complete() -> None:
     assert len(hybridkv.__all__) == len(set(hybridkv.__all__))
     assert set(hybridkv.__all__) <= set(dir(hybridkv))
+
+
+def test_every_way_to_ask_offers_the_same_options() -> None:
+    def options(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters) - {"self", "prompt", "prompts", "progress"}
+
+    asked = options(hybridkv.Engine.generate)
+    assert asked >= {"params", "breakpoints", "salt", "cache", "priority", "adapter"}
+    for other in (hybridkv.Engine.stream, hybridkv.Engine.prepare, hybridkv.AsyncEngine.generate):
+        assert options(other) == asked, other.__qualname__
+    guide = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    bullets = guide.partition("## What goes in")[2].partition("\n## ")[0]
+    assert all(f"- **{name}**" in bullets for name in asked - {"params"})
+
+
+def test_every_sampling_parameter_is_in_the_guide_once() -> None:
+    guide = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", guide.partition("| parameter |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(rows) == sorted(field.name for field in dataclasses.fields(hybridkv.SamplingParams))
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
