@@ -95,7 +95,6 @@ class RequestOutput:
     accepted: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-
     cumulative_logprob: float | None = None
     others: tuple[Completion, ...] = ()
 
